@@ -4,7 +4,7 @@ The host gives each row's slot and its number of tokens. The last of these token
 follows from it and from the device's tables by slot:
 
     position    length - 1
-    residual    the token's row of the embedding
+    residual    the token's row of the embedding, times a factor where the model has one
     cos, sin    of position times the rotary frequencies, times their amplitudes, for each kind of layer
     page, offset    where its keys and values go
     table       the slot's page table, for attention
@@ -53,10 +53,11 @@ def begin_step(
     embedding: Tensor,
     frequencies: Tensor,
     page_size: int,
+    embed_scale: float = 1.0,
 ) -> tuple[StepRows, Tensor]:
     """slots, lengths [R] int32; tokens [slots, any], page_table [slots, P] int32; embedding [vocab, hidden];
     frequencies [ropes, 2, D/2] float32, amplitudes behind -> the rows' last tokens, and their page tables [R,
-    P] int32."""
+    P] int32. `embed_scale`: the factor of embeddings, rounded to their type."""
     rows, hidden, (ropes, _, half) = len(slots), embedding.shape[1], frequencies.shape
     assert all(t.is_contiguous() for t in (tokens, page_table, embedding, frequencies))
     assert half == triton.next_power_of_2(half)
@@ -82,6 +83,8 @@ def begin_step(
         tokens.shape[1],
         page_table.shape[1],
         hidden,
+        embed_scale,
+        SCALED=embed_scale != 1.0,
         PAGE=page_size,
         HALF=half,
         ROPES=ropes,
@@ -109,6 +112,8 @@ def begin_step_kernel(
     tokens_width,
     table_width,
     hidden,
+    embed_scale,
+    SCALED: tl.constexpr,
     PAGE: tl.constexpr,
     HALF: tl.constexpr,
     ROPES: tl.constexpr,
@@ -130,12 +135,15 @@ def begin_step_kernel(
         at = (rope * tl.num_programs(0) + row) * HALF + dim
         tl.store(cos + at, tl.cos(angle) * amplitude)
         tl.store(sin + at, tl.sin(angle) * amplitude)
-    _copy(embedding + token * hidden, residual + row * hidden, hidden, BLOCK)
-    _copy(table, tables + row * table_width, table_width, BLOCK)
+    _copy(embedding + token * hidden, residual + row * hidden, hidden, embed_scale, SCALED, BLOCK)
+    _copy(table, tables + row * table_width, table_width, 1.0, False, BLOCK)
 
 
 @triton.jit
-def _copy(source, target, count, BLOCK: tl.constexpr):
+def _copy(source, target, count, factor, SCALED: tl.constexpr, BLOCK: tl.constexpr):
     for start in range(0, count, BLOCK):
         at = start + tl.arange(0, BLOCK)
-        tl.store(target + at, tl.load(source + at, mask=at < count), mask=at < count)
+        value = tl.load(source + at, mask=at < count)
+        if SCALED:
+            value = (value.to(tl.float32) * factor).to(target.dtype.element_ty)
+        tl.store(target + at, value, mask=at < count)
