@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -25,7 +23,7 @@ from engine.runtime.step.protocols import AttentionSpec
 from engine.runtime.step.states import StateGeometry, States
 from engine.runtime.weights.checkpoint import Checkpoint, checkpoint_files
 from tests.effort import IS_WHOLE
-from tests.engine.runtime.config_oracle import PROMPT_LEN, TOKENS, Weights, their_logprobs
+from tests.engine.runtime.config_oracle import BY_KERNELS, PROMPT_LEN, TOKENS, Weights, their_logprobs
 from tests.engine.runtime.config_oracle import tokens as oracle_tokens
 from tests.engine.runtime.conftest import MakeModel, load
 from tests.engine.runtime.driver import Driver
@@ -81,29 +79,14 @@ def test_a_model_says_the_same_in_kernels(tiny_model: MakeModel, family: str) ->
     assert all(output == outputs[0] for output in outputs)
 
 
-PIECES: Mapping[str, Mapping[str, Any]] = {
-    "gemma3_text": {"final_logit_softcapping": 3.0, "max_position_embeddings": 64},
-    "smollm3": {},
-    "granite": {},
-    "granitemoehybrid": {},
-    "glm4": {},
-    "hunyuan_v1_dense": {},
-    "phi3": {},
-    "seed_oss": {},
-    "ernie4_5": {},
-    "qwen3_5_text": {"linear_key_head_dim": 16},
-}
-"""The families that are made of other pieces than those above, and keys of theirs."""
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("family", PIECES)
+@pytest.mark.parametrize("family", BY_KERNELS)
 def test_a_family_says_in_kernels_what_transformers_says(tmp_path: Path, family: str) -> None:
     """A prompt, then one token after another: norms on both sides, two ropes, layers without one, windows,
     GELU, factors, a cap, gates, states. Products by tiles or by the library; by command by both."""
-    path = Weights(family).saved(tmp_path, **PIECES[family])
+    path = Weights(family).saved(tmp_path, **BY_KERNELS[family])
     expected = their_logprobs(path, torch.float32)
-    for by_tiles in (True, False) if IS_WHOLE else [list(PIECES).index(family) % 2 == 0]:
+    for by_tiles in (True, False) if IS_WHOLE else [list(BY_KERNELS).index(family) % 2 == 0]:
         torch.testing.assert_close(_logprobs(path, by_tiles), expected, atol=1e-4, rtol=0)
 
 
