@@ -45,6 +45,7 @@ from engine.runtime.models.pieces import lacking
 from engine.runtime.models.rotary import Rotary
 from engine.runtime.models.spec import Attention, DecoderSpec, DeltaNet
 from engine.runtime.reference.delta_net import StepStates
+from engine.runtime.reference.torch_decoder import tempers
 from engine.runtime.step.batch import PackedBatch
 from engine.runtime.step.kv_cache import KVCache
 from engine.runtime.step.protocols import DecodePages, PrefillPages, to_device
@@ -65,7 +66,7 @@ IMPLEMENTED: Final = frozenset(
     {"norm.kind rms", "layer.norms before", "mlp.act silu", "mlp.bias", "attention.window", "attention.bias"}
     | {"attention.out_bias", "attention.qk_norm heads", "tied_embeddings", "fp8 Fp8Scheme"}
     | {"attention.qk_norm rotated heads", "attention.output_gate", "deltanet.gate silu"}
-    | {"layer.norms both", "mlp.act gelu_tanh"}
+    | {"attention.tempering Tempering", "layer.norms both", "mlp.act gelu_tanh"}
     | {"embed_scale", "residual_scale", "logit_scale", "logit_softcap"}
 )
 """The pieces of models (`engine.runtime.models.pieces`) that the kernels implement, called as below."""
@@ -184,6 +185,7 @@ class DeviceDecoder:
             self._rotaries = [Rotary(rope, config.head_dim, config.context_len) for rope in ropes]
         self._frequencies = torch.stack([rotary.table for rotary in self._rotaries])
         """[ropes, 2, D/2]"""
+        self._tempering = config.attention.tempering
         load = _Loader(config, source, device, fp8, ranks.shard, self.config)
         self._embedding = read_embedding(config, source).to(device)
         self._embed_scale = float(torch.tensor(config.embed_scale, dtype=self._embedding.dtype))
@@ -198,6 +200,8 @@ class DeviceDecoder:
         """Why this network does not compute the model; None where it does."""
         if config.head_dim & (config.head_dim - 1):
             return f"head_dim {config.head_dim} is not a power of two"
+        if len({own.tempering for own in config.attentions}) > 1:
+            return "layers whose queries are tempered in different ways"
         if odd := [own for own in config.deltas if not takes_delta(own)]:
             return f"delta nets with keys of {odd[0].key_dim} and values of {odd[0].value_dim}"
         return lacking(config, IMPLEMENTED)
@@ -222,13 +226,15 @@ class DeviceDecoder:
         residual = F.embedding(step.token_ids, self._embedding)
         if self._embed_scale != 1.0:
             residual = residual * self._embed_scale
-        return StepRows(residual, angles, step.pages, step.offsets)
+        own = self._tempering
+        factors = None if own is None else tempers(own, step.positions).view(-1)
+        return StepRows(residual, angles, step.pages, step.offsets, factors)
 
     def begin(
         self, inputs: DecodeInputs, tokens: Tensor, page_table: Tensor, page_size: int
     ) -> tuple[StepRows, Tensor]:
         """A decode step's rows and their page tables, gathered from the device's tables by slot."""
-        own = self._embedding, self._frequencies, page_size, self._embed_scale
+        own = self._embedding, self._frequencies, page_size, self._embed_scale, self._tempering
         return begin_step(inputs.slots, inputs.lengths, tokens, page_table, *own)
 
     def hidden(
@@ -282,6 +288,7 @@ class DeviceDecoder:
             kv_scales=cache.scales[place],
             clear_tails=cache.clear_tails,
             gated=own.gated,
+            tempers=step.tempers,
         )
         attended = attend(place, q).flatten(1)
         return sigmoid_mul(attended, qkv) if own.gated else attended

@@ -7,6 +7,7 @@ follows from it and from the device's tables by slot:
     residual    the token's row of the embedding, times a factor where the model has one
     cos, sin    of position times the rotary frequencies, times their amplitudes, for each kind of layer
     page, offset    where its keys and values go
+    temper      the factor of its queries, where the model has one
     table       the slot's page table, for attention
 
 One program gathers all of that for its row. torch would launch some twenty kernels, each of which moves too
@@ -26,6 +27,7 @@ from torch import Tensor
 
 from engine.runtime.kernels.dependent_launch import plain, wait_for_earlier
 from engine.runtime.kernels.launching import launch
+from engine.runtime.models.spec import Tempering
 
 COPY_BLOCK: Final = 1024
 """Entries of an embedding or a page table that are copied at once."""
@@ -43,6 +45,8 @@ class StepRows:
     """The page that a token's keys and values go to, [T] int64."""
     offsets: Tensor
     """The token's place in that page, [T] int64."""
+    tempers: Tensor | None = None
+    """The factors of the tokens' queries, [T] float32; None: there are none."""
 
 
 def begin_step(
@@ -54,6 +58,7 @@ def begin_step(
     frequencies: Tensor,
     page_size: int,
     embed_scale: float = 1.0,
+    tempering: Tempering | None = None,
 ) -> tuple[StepRows, Tensor]:
     """slots, lengths [R] int32; tokens [slots, any], page_table [slots, P] int32; embedding [vocab, hidden];
     frequencies [ropes, 2, D/2] float32, amplitudes behind -> the rows' last tokens, and their page tables [R,
@@ -63,7 +68,9 @@ def begin_step(
     assert half == triton.next_power_of_2(half)
     cos, sin = (torch.empty(ropes, rows, half, device=slots.device) for _ in range(2))
     pages, offsets = (torch.empty(rows, dtype=torch.int64, device=slots.device) for _ in range(2))
-    begun = StepRows(embedding.new_empty(rows, hidden), list(zip(cos, sin, strict=True)), pages, offsets)
+    tempers = None if tempering is None else torch.empty(rows, device=slots.device)
+    angles = list(zip(cos, sin, strict=True))
+    begun = StepRows(embedding.new_empty(rows, hidden), angles, pages, offsets, tempers)
     tables = page_table.new_empty(rows, page_table.shape[1])
     launch(
         begin_step_kernel,
@@ -80,6 +87,9 @@ def begin_step(
         pages,
         offsets,
         tables,
+        tempers,
+        0.0 if tempering is None else tempering.beta,
+        1 if tempering is None else tempering.original_context_len,
         tokens.shape[1],
         page_table.shape[1],
         hidden,
@@ -109,6 +119,9 @@ def begin_step_kernel(
     pages,
     offsets,
     tables,
+    tempers,
+    beta,
+    period,
     tokens_width,
     table_width,
     hidden,
@@ -128,6 +141,8 @@ def begin_step_kernel(
     table = page_table + slot * table_width
     tl.store(pages + row, tl.load(table + position // PAGE).to(tl.int64))
     tl.store(offsets + row, (position % PAGE).to(tl.int64))
+    if tempers is not None:
+        tl.store(tempers + row, 1.0 + beta * tl.log(1.0 + (position // period).to(tl.float32)))
     dim = tl.arange(0, HALF)
     for rope in tl.static_range(ROPES):
         angle = position.to(tl.float32) * tl.load(frequencies + rope * 2 * HALF + dim)

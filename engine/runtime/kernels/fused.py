@@ -118,17 +118,18 @@ def norm_rotate_store(
     kv_scales: tuple[float, float] = (1.0, 1.0),
     clear_tails: bool = False,
     gated: bool = False,
+    tempers: Tensor | None = None,
 ) -> Tensor:
     """qkv [T, (H + 2 Hkv) D], and with `gated` H D more behind, which are left alone -> queries [T, H, D];
     keys and values go to (page, offset) [T] of the cache.
 
-    angles: cos and sin, [T, D/2] each. keys, values [pages, Hkv, page_size, D]. They are divided by
-    `kv_scales` before they are stored and, in fp8, clamped to the type's range. With `clear_tails` the rest
-    of a page that these tokens begin becomes zero; tokens of a row must follow each other.
+    angles: cos and sin, [T, D/2] each. tempers: factors of queries, [T] float32. keys, values [pages, Hkv,
+    page_size, D]. They are divided by `kv_scales` before they are stored and, in fp8, clamped to the type's
+    range. With `clear_tails` the rest of a page that these tokens begin becomes zero; tokens of a row must
+    follow each other.
     """
-    tokens = len(qkv)
     _, kv_heads, page_size, head_dim = keys.shape
-    columns = qkv.shape[1]
+    tokens, columns = qkv.shape
     heads = (columns // head_dim - 2 * kv_heads) // (2 if gated else 1)
     assert all(t.is_contiguous() for t in (qkv, *angles, keys, values))
     assert angles[0].numel() == tokens * head_dim // 2
@@ -136,19 +137,18 @@ def norm_rotate_store(
     q_blocks, kv_blocks = (triton.cdiv(count, HEADS_BLOCK) for count in (heads, kv_heads))
     weights = (None, None, 0.0) if norm is None else (norm.q_weight, norm.k_weight, norm.eps)
     constants = {"HEADS": heads, "KV_HEADS": kv_heads, "Q_BLOCKS": q_blocks, "HEADS_BLOCK": HEADS_BLOCK}
+    sizes = {"COLUMNS": columns, "HALF": head_dim // 2, "PAGE": page_size}
     launch(
         norm_rotate_store_kernel,
         (tokens, q_blocks + kv_blocks),
-        *(qkv, q, *angles, *weights),
+        *(qkv, q, *angles, tempers, *weights),
         *(keys, values, pages, offsets),
         *(1.0 / scale for scale in kv_scales),
         NORM=0 if norm is None else 2 if norm.rotated else 1,
-        HALF=head_dim // 2,
-        PAGE=page_size,
         LIMIT=FP8_MAX if keys.dtype == torch.float8_e4m3fn else 0.0,
         CLEAR=clear_tails,
-        COLUMNS=columns,
         **constants,
+        **sizes,
         num_warps=4,
         **dependent(),
     )
@@ -198,6 +198,7 @@ def norm_rotate_store_kernel(
     q,
     cos,
     sin,
+    tempers,
     q_weight,
     k_weight,
     eps,
@@ -230,6 +231,10 @@ def norm_rotate_store_kernel(
         head = block * HEADS_BLOCK + tl.arange(0, HEADS_BLOCK)[:, None]
         at = head * (2 * HALF) + dim[None, :]
         first, second = _turned(source + at, head < HEADS, q_weight, eps, cosine, sine, NORM, HALF)
+        if tempers is not None:
+            temper = tl.load(tempers + token)
+            first *= temper
+            second *= temper
         target = q + token * (HEADS * 2 * HALF) + at
         tl.store(target, first.to(q.dtype.element_ty), mask=head < HEADS)
         tl.store(target + HALF, second.to(q.dtype.element_ty), mask=head < HEADS)

@@ -125,6 +125,7 @@ BY_KERNELS: Mapping[str, Mapping[str, Any]] = {
     "phi3": {},
     "seed_oss": {},
     "ernie4_5": {},
+    "ministral3": {},
     "qwen3_5_text": {"linear_key_head_dim": 16},
 }
 """Those that a device's kernels compute, and sizes that these take, where they are not as above."""

@@ -349,6 +349,8 @@ def report_fused() -> None:
     report("norm_rotate_store fp8", fused, "norm_rotate_store_kernel", lambda: store_launch(dtype=fp8))
     report("norm_rotate_store gated", fused, "norm_rotate_store_kernel", gated_store_launch)
     report("norm_rotate_store clear", fused, "norm_rotate_store_kernel", lambda: store_launch(True))
+    gelu = partial(fused.silu_mul, meta(32, 2 * 6912), gelu=True)
+    report("gelu_mul", fused, "silu_mul_kernel", gelu)
     report("silu_mul", fused, "silu_mul_kernel", lambda: fused.silu_mul(meta(32, 2 * 14336)))
 
 
@@ -441,6 +443,8 @@ def report_fused_matmul() -> None:
             weight = matrix(6144, 1024, torch.bfloat16)
             launch = partial(matmul.normed_matmul, stream, norm, weight, tile, gated=gated)
             report(f"matmul {name} {tile.n}x{tile.k}", matmul, "skinny_kernel", launch)
+    gelu = partial(matmul.normed_matmul, stream, norm, matrix(6144, 1024, torch.bfloat16), matmul.TILES[1])
+    report("matmul gated gelu", matmul, "skinny_kernel", partial(gelu, gated=True, gelu=True))
     begun = fused.ResidualStream(stream.residual)
     launch = partial(matmul.normed_matmul, begun, norm, matrix(4096, 1024, torch.bfloat16), matmul.TILES[1])
     report("matmul first", matmul, "skinny_kernel", launch)
