@@ -87,6 +87,13 @@ def tokens(path: Path) -> dict[str, Any]:
     return {"tokens": OUTPUTS * len(PROMPTS)}
 
 
+def ways_to_run() -> list[tuple[bool, bool]]:
+    """By a graph or not, and dependently or not, beside the plain step."""
+    if torch.cuda.get_device_capability() < DEPENDENT_LAUNCH_CAPABILITY:
+        return [(True, False)]
+    return [(True, False), (False, True), (True, True)]
+
+
 def graph(path: Path) -> dict[str, Any]:
     """The same steps twice: kernel by kernel, then replayed."""
     runner, model = on_gpu(path)
@@ -130,9 +137,7 @@ def graph(path: Path) -> dict[str, Any]:
         return found
 
     expected = run(by_graph=False, dependently=False)
-    ways = [(True, False)]
-    if torch.cuda.get_device_capability() >= DEPENDENT_LAUNCH_CAPABILITY:
-        ways += [(False, True), (True, True)]
+    ways = ways_to_run()
     for by_graph, dependently in ways:
         for (eager, eager_logprobs), (now, logprobs) in zip(
             expected, run(by_graph, dependently), strict=True
