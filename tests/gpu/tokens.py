@@ -115,19 +115,18 @@ def graph(path: Path) -> dict[str, Any]:
             table[slot, place] = spare.pop()
     tokens = torch.cat((slots.tokens, torch.zeros_like(slots.tokens[:1]))).to(CUDA)
     scratch = SamplingScratch.empty(4, vocab, model.decoder.dtype, CUDA)
-    states = model.states
     tables = tokens, table.to(CUDA), sampling, scratch
-    step = DecodeStep(model.decoder, model.cache, model.decode, *tables, states=states)
-    kept = [] if states is None else [(own, own.clone()) for own in (*states.heads, *states.inputs)]
+    step = DecodeStep(model.decoder, model.cache, model.decode, *tables, states=model.states)
+    kept = () if model.states is None else (*model.states.heads, *model.states.inputs)
+    begun = [own.clone() for own in kept]
     lengths = [len(life.tokens) for life in lives]
 
     def run(by_graph: bool, dependently: bool) -> list[tuple[list[int], list[float]]]:
-        graphs = DecodeGraphs(
-            replace(step, launches_dependently=dependently), batch_buckets(4), padding, CUDA
-        )
+        form = replace(step, launches_dependently=dependently)
+        graphs = DecodeGraphs(form, batch_buckets(4), padding, CUDA)
         if by_graph:
             graphs.capture(CudaGraphDevice(), lambda done, of: None)
-        for own, before in kept:
+        for own, before in zip(kept, begun, strict=True):
             own.copy_(before)
         go = graphs.replay if by_graph else graphs.eager
         found = []
@@ -139,9 +138,8 @@ def graph(path: Path) -> dict[str, Any]:
     expected = run(by_graph=False, dependently=False)
     ways = ways_to_run()
     for by_graph, dependently in ways:
-        for (eager, eager_logprobs), (now, logprobs) in zip(
-            expected, run(by_graph, dependently), strict=True
-        ):
+        found = run(by_graph, dependently)
+        for (eager, eager_logprobs), (now, logprobs) in zip(expected, found, strict=True):
             how = f"by_graph={by_graph}, dependently={dependently}"
             assert now == eager, f"tokens differ from the plain step's: {how}"
             assert logprobs == eager_logprobs, f"log-probabilities differ from the plain step's: {how}"
