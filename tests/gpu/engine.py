@@ -24,8 +24,9 @@ from engine.runtime.device.device_runner import DeviceRunner
 from engine.runtime.load import load_runner
 from engine.runtime.setup.runner_config import RunnerConfig
 from tests.bench.engine.gpu.measuring import check
-from tests.engine.models import FAMILIES, VOCAB_SIZE, make_tiny_model, not_greedy
+from tests.engine.models import VOCAB_SIZE, not_greedy
 from tests.gpu.loop import Served, serve
+from tests.gpu.models import other_model, plain_models
 from tests.gpu.near import near
 
 STEP_TOKENS_MAX = 64
@@ -186,13 +187,18 @@ def no_waits(path: Path, outputs: int = 8) -> dict[str, Any]:
 def main() -> int:
     ok = True
     with tempfile.TemporaryDirectory() as directory:
-        paths = {family: make_tiny_model(family, Path(directory) / family) for family in FAMILIES}
+        paths = plain_models(Path(directory))
         for family, path in paths.items():
             row = f"engine {family}"
             ok &= check("engine", f"{row} against transformers", partial(through_the_core, path))
             ok &= check("engine", f"{row} graphs against eager", partial(graphs, path))
             ok &= check("engine", f"{row} choices of one prompt", partial(choices, path))
         ok &= check("engine", "engine launches wait for nothing", partial(no_waits, path))
+        hybrid = other_model("qwen3_5_text", Path(directory) / "hybrid")
+        row = "engine qwen3_5_text"
+        ok &= check("engine", f"{row} against transformers", partial(through_the_core, hybrid))
+        ok &= check("engine", f"{row} graphs against eager", partial(graphs, hybrid))
+        ok &= check("engine", f"{row} launches wait for nothing", partial(no_waits, hybrid))
         for family, path in paths.items():
             row = f"engine {family} overlapped against plain"
             ok &= check("engine", row, partial(overlapped, path))

@@ -15,6 +15,7 @@ from engine.contract.messages import SamplingParams
 from engine.runtime.kernels import fused
 from engine.runtime.kernels.autotune import DeviceLinear, MatmulTable
 from engine.runtime.kernels.begin import begin_step
+from engine.runtime.kernels.delta_net import CHUNK
 from engine.runtime.kernels.fused import Norm, ResidualStream
 from engine.runtime.kernels.matmul import (
     ROWS,
@@ -29,7 +30,7 @@ from engine.runtime.kernels.matmul import (
 from engine.runtime.kernels.restoring import restored
 from engine.runtime.kernels.split_matmul import split_matmul, split_tiles_for
 from engine.runtime.models.rotary import Rotary
-from engine.runtime.models.spec import Rope
+from engine.runtime.models.spec import DeltaNet, Rope
 from engine.runtime.reference.layers import rms_norm, rotate
 from engine.runtime.weights.fp8 import Fp8Weight, quantise
 from tests.bench.engine.gpu.measuring import check
@@ -37,6 +38,7 @@ from tests.engine.runtime.kernels import test_decode_attention as decode
 from tests.engine.runtime.kernels import test_prefill_attention as prefill
 from tests.engine.runtime.kernels import test_sampling as sampling
 from tests.engine.runtime.kernels.cases import Shape, paged_case
+from tests.engine.runtime.kernels.deltas import delta_case
 from tests.gpu.near import near, same
 
 CUDA = torch.device("cuda")
@@ -56,6 +58,10 @@ FLOAT32_SHAPES = (Shape(4, 2, 16, 16), Shape(1, 7, 16, 16), Shape(4, 1, 32, 16))
 LENGTHS = (3000, 1, 64, 65, 300, 0, 512, 513, 9000)
 CHUNKS, CONTEXTS = (700, 1, 200, 64, 5, 129), (700, 100, 1200, 192, 4133, 129)
 
+
+DELTA_NETS = (DeltaNet(16, 16, 128, 128, 4), DeltaNet(4, 12, 128, 128, 4), DeltaNet(2, 4, 64, 32, 4))
+DELTA_FLOAT32 = (DeltaNet(2, 4, 16, 32, 4),)
+DELTA_ROWS = ((7, 1), (0, 1), (4000, 1), (0, 700), (37, 20), (30, 34), (0, 2), (64, 1), (0, 129))
 
 REPEATS = 20
 PRODUCTS = (
@@ -92,6 +98,28 @@ def decode_attention(shape: Shape, dtype: torch.dtype, window: int | None) -> di
 def prefill_attention(shape: Shape, dtype: torch.dtype, window: int | None) -> dict[str, Any]:
     case = paged_case(shape, CHUNKS, CONTEXTS, dtype=dtype)
     return found_near(prefill.run(case, window, device=CUDA), case.expected(window), dtype)
+
+
+def delta_nets(net: DeltaNet, dtype: torch.dtype) -> dict[str, Any]:
+    """Rows of one token and of many, over states of which those of nobody are NaN; twice the same."""
+    case = delta_case(net, DELTA_ROWS, dtype=dtype)
+    found, again, expected, errors = case.found(CUDA), case.found(CUDA), case.expected(), []
+    for name in ("out", "heads", "inputs"):
+        own, other = getattr(found, name), getattr(expected, name)
+        same(own, getattr(again, name), f"{name} run again")
+        taken = ~other.isnan()
+        assert torch.equal(own.isnan().cpu(), ~taken), f"{name}: NaN elsewhere"
+        errors.append(near(own[taken.to(own.device)], other[taken], ERROR_MAX[dtype]))
+    return {"error": max(errors)}
+
+
+def delta_chunks_cut(dtype: torch.dtype) -> dict[str, Any]:
+    """A prompt in two steps, cut at a chunk's begin, has the bits of one."""
+    case = delta_case(DELTA_FLOAT32[0], [(0, 3 * CHUNK - 5)], dtype=dtype)
+    parts, whole = case.in_two(CHUNK, CUDA), case.found(CUDA)
+    for name in ("out", "heads", "inputs"):
+        same(getattr(parts, name), getattr(whole, name), name)
+    return {}
 
 
 def fp8_cache(dtype: torch.dtype) -> dict[str, Any]:
@@ -310,9 +338,13 @@ def in_precision(dtype: torch.dtype, shapes: Sequence[Shape]) -> bool:
         "norm": norms,
         "store": store,
         "silu": activation,
+        "delta net cut": delta_chunks_cut,
     }
     for what, run in checks.items():
         ok &= check("kernels", f"{what} {name}", partial(run, dtype))
+    for net in DELTA_FLOAT32 if dtype == torch.float32 else DELTA_NETS:
+        row = f"{net.key_heads}x{net.value_heads} of {net.key_dim}x{net.value_dim} {name}"
+        ok &= check("kernels", f"delta net {row}", partial(delta_nets, net, dtype))
     for shape in shapes:
         for window in (None, 100):
             page = shape.page_size

@@ -8,14 +8,15 @@
 #
 #   floors     measures what this card does at best: every share below is of that.
 #   kernels    each kernel against the reference that the CPU's tests use, in fp32, fp16 and bf16; in float64
-#              on the CPU where it is attention. Ragged rows, shuffled pages, NaN in all that nobody owns.
+#              on the CPU where it is attention; delta nets token by token. Ragged rows, shuffled pages, NaN in
+#              all that nobody owns.
 #   steps      measures decode steps and prefills of true shapes; those with targets first, then overlapped
 #              launches and measured splits, then fp8 KV and what else is compared. And sampling of flat rows.
 #   tokens     small random models of every family: tokens against transformers, greedy, in fp32; a decode
 #              step as a graph against the same step eager, to the bit.
 #   engine     the whole engine on small random models, from loading through the core's loop: tokens against
 #              transformers, overlapped against plain under preemption, graphs against eager; launches that wait.
-#   attention  measures paged decode attention alone, by every back end that is installed.
+#   attention  measures paged decode attention alone, by every back end that is installed, and delta nets.
 #   whole      measures the whole engine: nano-vllm's benchmark, the time between decode graphs, streams beside a
 #              long prompt, start to ready of 8B, and last transformers' continuous batching. Writes 18 GB to
 #              TMPDIR, or where that is not set to /dev/shm if it has room for twice as much, and removes them.
@@ -53,7 +54,7 @@ TOTAL_S=${TOTAL_S:-590}
 TABLE_S=5
 LOADING_S=120
 PARTS_ALL=(floors kernels steps tokens engine attention whole matmul profile ranks backends)
-declare -A WEIGHT_S=([floors]=30 [kernels]=80 [steps]=90 [tokens]=60 [engine]=70 [attention]=25 [whole]=190
+declare -A WEIGHT_S=([floors]=30 [kernels]=80 [steps]=90 [tokens]=90 [engine]=70 [attention]=25 [whole]=190
     [matmul]=20 [profile]=60 [ranks]=10 [backends]=10)
 declare -A SHARES=([kernels]=7 [tokens]=8 [engine]=5 [backends]=3)
 MEASURING=" floors attention matmul steps profile "

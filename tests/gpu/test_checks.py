@@ -43,6 +43,13 @@ def test_attention() -> None:
         assert kernels.prefill_attention(shape, torch.float32, window)["error"] < 1e-5
 
 
+def test_delta_nets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "DELTA_ROWS", ((7, 1), (0, 1), (50, 40)))
+    (net,) = kernels.DELTA_FLOAT32
+    assert kernels.delta_nets(net, torch.float32)["error"] < 1e-5
+    kernels.delta_chunks_cut(torch.float32)
+
+
 @pytest.mark.parametrize("fp8", [False, True])
 def test_products(fp8: bool) -> None:
     assert kernels.products(torch.float32, TILE, fp8)["error"] < 1e-5

@@ -20,9 +20,10 @@ from tests.bench.engine.gpu.shapes import LLAMA_8B, QWEN3_06B, decode_floor_s, k
 from tests.bench.engine.gpu.targets import TARGETS
 from tests.engine.decoders import like
 from tests.engine.models import make_tiny_model
-from tests.engine.runtime.device.card import load_fake
+from tests.engine.runtime.device.card import FakeGraphs, load_fake
 from tests.engine.runtime.device.test_runner import SMALL
-from tests.gpu import engine, whole
+from tests.gpu import engine, tokens, whole
+from tests.gpu.models import other_model
 from tests.gpu.weights import write_model
 
 interpreted = pytest.mark.filterwarnings("ignore::DeprecationWarning:triton.runtime.interpreter")
@@ -30,6 +31,21 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 H200 = (4.3e12, 788e12)
 """Bandwidth and matrix rate for which the expected figures were worked out by hand."""
+
+
+@pytest.mark.nightly
+@interpreted
+def test_tokens_of_a_model_with_states_at_toy_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks beside decodes, and the same steps again from the same states."""
+    path = other_model("qwen3_5_text", tmp_path)
+    small = {"CUDA": torch.device("cpu"), "PROMPTS": [[5, 6, 7], [8] * 20, [9]], "OUTPUTS": 4, "STEPS": 2}
+    for name, value in small.items():
+        monkeypatch.setattr(tokens, name, value)
+    monkeypatch.setattr(tokens, "CudaGraphDevice", FakeGraphs)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    with torch.inference_mode():
+        assert tokens.tokens(path)["tokens"] == 12
+        assert tokens.graph(path)["ways"] == 1
 
 
 @pytest.mark.parametrize(

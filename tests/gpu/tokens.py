@@ -24,11 +24,13 @@ from engine.runtime.setup.runner_config import RunnerConfig
 from engine.runtime.step.batch import PackedBatch
 from engine.runtime.step.kv_cache import KVCache
 from engine.runtime.step.protocols import AttentionSpec
+from engine.runtime.step.states import StateGeometry, States
 from engine.runtime.weights.checkpoint import Checkpoint, checkpoint_files
 from tests.bench.engine.gpu.measuring import check
-from tests.engine.models import FAMILIES, make_tiny_model, not_greedy
+from tests.engine.models import not_greedy
 from tests.engine.runtime.driver import Driver
 from tests.engine.runtime.kernels.test_sampling import seat
+from tests.gpu.models import other_models, plain_models
 
 CUDA = torch.device("cuda")
 DEPENDENT_LAUNCH_CAPABILITY = (9, 0)
@@ -65,7 +67,9 @@ def on_gpu(path: Path) -> tuple[HostRunner, DeviceModel]:
     decoder = DeviceDecoder(config, Checkpoint(checkpoint_files(path), torch.float32), CUDA)
     spec = AttentionSpec.of(config)
     decode = TritonDecode(cache, spec, rows_max=info.slots + 1, multiprocessors=132)
-    model = DeviceModel(decoder, cache, decode, TritonPrefill(cache, spec))
+    geometry = StateGeometry.of(config, torch.float32)
+    states = States(geometry, info.slots + 1, CUDA) if config.deltas else None
+    model = DeviceModel(decoder, cache, decode, TritonPrefill(cache, spec), states)
     runner.model = HostLogits(model)
     return runner, model
 
@@ -81,6 +85,13 @@ def tokens(path: Path) -> dict[str, Any]:
     assert {len(tokens) for tokens in found} == {OUTPUTS}
     assert not (off := not_greedy(path, PROMPTS, found)), f"prompts {off} differ from transformers'"
     return {"tokens": OUTPUTS * len(PROMPTS)}
+
+
+def ways_to_run() -> list[tuple[bool, bool]]:
+    """By a graph or not, and dependently or not, beside the plain step."""
+    if torch.cuda.get_device_capability() < DEPENDENT_LAUNCH_CAPABILITY:
+        return [(True, False)]
+    return [(True, False), (False, True), (True, True)]
 
 
 def graph(path: Path) -> dict[str, Any]:
@@ -104,15 +115,19 @@ def graph(path: Path) -> dict[str, Any]:
             table[slot, place] = spare.pop()
     tokens = torch.cat((slots.tokens, torch.zeros_like(slots.tokens[:1]))).to(CUDA)
     scratch = SamplingScratch.empty(4, vocab, model.decoder.dtype, CUDA)
-    step = DecodeStep(model.decoder, model.cache, model.decode, tokens, table.to(CUDA), sampling, scratch)
+    tables = tokens, table.to(CUDA), sampling, scratch
+    step = DecodeStep(model.decoder, model.cache, model.decode, *tables, states=model.states)
+    kept = () if model.states is None else (*model.states.heads, *model.states.inputs)
+    begun = [own.clone() for own in kept]
     lengths = [len(life.tokens) for life in lives]
 
     def run(by_graph: bool, dependently: bool) -> list[tuple[list[int], list[float]]]:
-        graphs = DecodeGraphs(
-            replace(step, launches_dependently=dependently), batch_buckets(4), padding, CUDA
-        )
+        form = replace(step, launches_dependently=dependently)
+        graphs = DecodeGraphs(form, batch_buckets(4), padding, CUDA)
         if by_graph:
             graphs.capture(CudaGraphDevice(), lambda done, of: None)
+        for own, before in zip(kept, begun, strict=True):
+            own.copy_(before)
         go = graphs.replay if by_graph else graphs.eager
         found = []
         for i in range(STEPS):
@@ -121,13 +136,10 @@ def graph(path: Path) -> dict[str, Any]:
         return found
 
     expected = run(by_graph=False, dependently=False)
-    ways = [(True, False)]
-    if torch.cuda.get_device_capability() >= DEPENDENT_LAUNCH_CAPABILITY:
-        ways += [(False, True), (True, True)]
+    ways = ways_to_run()
     for by_graph, dependently in ways:
-        for (eager, eager_logprobs), (now, logprobs) in zip(
-            expected, run(by_graph, dependently), strict=True
-        ):
+        found = run(by_graph, dependently)
+        for (eager, eager_logprobs), (now, logprobs) in zip(expected, found, strict=True):
             how = f"by_graph={by_graph}, dependently={dependently}"
             assert now == eager, f"tokens differ from the plain step's: {how}"
             assert logprobs == eager_logprobs, f"log-probabilities differ from the plain step's: {how}"
@@ -137,8 +149,8 @@ def graph(path: Path) -> dict[str, Any]:
 def main() -> int:
     ok = True
     with tempfile.TemporaryDirectory() as directory:
-        for family in FAMILIES:
-            path = make_tiny_model(family, Path(directory) / family)
+        models = plain_models(Path(directory)) | other_models(Path(directory))
+        for family, path in models.items():
             with torch.inference_mode():
                 ok &= check("tokens", f"{family} against transformers", partial(tokens, path))
                 ok &= check("tokens", f"{family} graph against eager", partial(graph, path))

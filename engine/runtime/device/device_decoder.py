@@ -15,7 +15,7 @@ captures. Before the first layer and behind the last one few kernels are left, t
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, Protocol
 
 import torch
@@ -37,6 +37,7 @@ from engine.runtime.kernels.fused import (
     ResidualStream,
     norm_rotate_store,
     norm_stream,
+    rms_norm,
     sigmoid_mul,
 )
 from engine.runtime.kernels.matmul import Weight
@@ -44,6 +45,7 @@ from engine.runtime.models.pieces import lacking
 from engine.runtime.models.rotary import Rotary
 from engine.runtime.models.spec import Attention, DecoderSpec, DeltaNet
 from engine.runtime.reference.delta_net import StepStates
+from engine.runtime.reference.torch_decoder import tempers
 from engine.runtime.step.batch import PackedBatch
 from engine.runtime.step.kv_cache import KVCache
 from engine.runtime.step.protocols import DecodePages, PrefillPages, to_device
@@ -63,7 +65,9 @@ from engine.runtime.weights.parameters import (
 IMPLEMENTED: Final = frozenset(
     {"norm.kind rms", "layer.norms before", "mlp.act silu", "mlp.bias", "attention.window", "attention.bias"}
     | {"attention.out_bias", "attention.qk_norm heads", "tied_embeddings", "fp8 Fp8Scheme"}
-    | {"attention.output_gate", "deltanet.gate silu"}
+    | {"attention.qk_norm rotated heads", "attention.output_gate", "deltanet.gate silu"}
+    | {"attention.tempering Tempering", "layer.norms both", "mlp.act gelu_tanh"}
+    | {"embed_scale", "residual_scale", "logit_scale", "logit_softcap"}
 )
 """The pieces of models (`engine.runtime.models.pieces`) that the kernels implement, called as below."""
 
@@ -100,8 +104,11 @@ class _Layer:
     place: int
     """Its number among the layers with keys and values, or among those with a state."""
     output: DeviceLinear
+    post_norm: Norm | None
+    """Of what attention, or the delta net, adds to the stream."""
     gate_up: DeviceLinear
     down: DeviceLinear
+    mlp_post_norm: Norm | None
 
     @property
     def linears(self) -> tuple[DeviceLinear, ...]:
@@ -178,8 +185,11 @@ class DeviceDecoder:
             self._rotaries = [Rotary(rope, config.head_dim, config.context_len) for rope in ropes]
         self._frequencies = torch.stack([rotary.table for rotary in self._rotaries])
         """[ropes, 2, D/2]"""
+        self._tempering = config.attention.tempering
         load = _Loader(config, source, device, fp8, ranks.shard, self.config)
         self._embedding = read_embedding(config, source).to(device)
+        self._embed_scale = float(torch.tensor(config.embed_scale, dtype=self._embedding.dtype))
+        """As transformers has it, rounded to the embedding's type."""
         self._layers = [load.layer(layer) for layer in range(len(config.layers))]
         norm = load.norm(final_norm(config).read(source))
         lm_head = read_lm_head(config, source, ranks.shard, self._embedding).to(device)
@@ -190,6 +200,8 @@ class DeviceDecoder:
         """Why this network does not compute the model; None where it does."""
         if config.head_dim & (config.head_dim - 1):
             return f"head_dim {config.head_dim} is not a power of two"
+        if len({own.tempering for own in config.attentions}) > 1:
+            return "layers whose queries are tempered in different ways"
         if odd := [own for own in config.deltas if not takes_delta(own)]:
             return f"delta nets with keys of {odd[0].key_dim} and values of {odd[0].value_dim}"
         return lacking(config, IMPLEMENTED)
@@ -211,15 +223,19 @@ class DeviceDecoder:
     def rows(self, step: StepTokens) -> StepRows:
         """The rows of a step with tokens of any kind, gathered by torch."""
         angles = [rotary.angles(step.positions, torch.float32) for rotary in self._rotaries]
-        return StepRows(F.embedding(step.token_ids, self._embedding), angles, step.pages, step.offsets)
+        residual = F.embedding(step.token_ids, self._embedding)
+        if self._embed_scale != 1.0:
+            residual = residual * self._embed_scale
+        own = self._tempering
+        factors = None if own is None else tempers(own, step.positions).view(-1)
+        return StepRows(residual, angles, step.pages, step.offsets, factors)
 
     def begin(
         self, inputs: DecodeInputs, tokens: Tensor, page_table: Tensor, page_size: int
     ) -> tuple[StepRows, Tensor]:
         """A decode step's rows and their page tables, gathered from the device's tables by slot."""
-        return begin_step(
-            inputs.slots, inputs.lengths, tokens, page_table, self._embedding, self._frequencies, page_size
-        )
+        own = self._embedding, self._frequencies, page_size, self._embed_scale, self._tempering
+        return begin_step(inputs.slots, inputs.lengths, tokens, page_table, *own)
 
     def hidden(
         self, step: StepTokens, cache: KVCache, attend: Attend, states: StepStates | None = None
@@ -252,9 +268,9 @@ class DeviceDecoder:
             else:
                 assert recur is not None
                 mixed = recur(x, layer.attention, layer.place)
-            stream = self._added(stream, mixed, layer.output)
+            stream = self._added(stream, mixed, layer.output, layer.post_norm)
             inner, stream = self.table.of_stream(stream, layer.gate_up)
-            stream = self._added(stream, inner, layer.down)
+            stream = self._added(stream, inner, layer.down, layer.mlp_post_norm)
         return stream
 
     def _attended(
@@ -272,13 +288,20 @@ class DeviceDecoder:
             kv_scales=cache.scales[place],
             clear_tails=cache.clear_tails,
             gated=own.gated,
+            tempers=step.tempers,
         )
         attended = attend(place, q).flatten(1)
         return sigmoid_mul(attended, qkv) if own.gated else attended
 
-    def _added(self, stream: ResidualStream, x: Tensor, linear: DeviceLinear) -> ResidualStream:
-        """The stream with a product added."""
-        return stream.plus(self.ranks.all_reduce_(self.table.linear(x, linear.weight, linear.bias)))
+    def _added(
+        self, stream: ResidualStream, x: Tensor, linear: DeviceLinear, norm: Norm | None
+    ) -> ResidualStream:
+        """The stream with a product added, normed where there is a norm behind it."""
+        change = self.ranks.all_reduce_(self.table.linear(x, linear.weight, linear.bias))
+        if norm is not None:
+            change = rms_norm(change, norm.weight, norm.eps)
+        scale = self.config.residual_scale
+        return stream.plus(change if scale == 1.0 else change.mul_(scale))
 
     def normed(self, stream: ResidualStream) -> Tensor:
         """The final hidden states [T, hidden], as the head multiplies them. Overwrites the stream."""
@@ -290,9 +313,16 @@ class DeviceDecoder:
         the weights' type, in `out` where that is given."""
         own = self._own_logits(hidden, out if self.is_whole else None)
         if self.is_whole:
-            return own
-        logits = self.ranks.all_gather(own)[:, : self.config.vocab_size]
+            return self._shaped(own)
+        logits = self._shaped(self.ranks.all_gather(own)[:, : self.config.vocab_size])
         return logits if out is None else out.copy_(logits)
+
+    def _shaped(self, logits: Tensor) -> Tensor:
+        """What the model makes of the head's products, in place."""
+        scale, cap = self.config.logit_scale, self.config.logit_softcap
+        if scale != 1.0:
+            logits.mul_(scale)
+        return logits if cap is None else logits.copy_((logits.float() / cap).tanh() * cap)
 
     def _own_logits(self, hidden: Tensor | ResidualStream, out: Tensor | None) -> Tensor:
         """The logits of this rank's part of the vocabulary."""
@@ -353,23 +383,30 @@ class _Loader:
             attention=mixing,
             place=before.count(type(attention)),
             output=self._linear(own.matrices[Matrix.OUTPUT]),
-            gate_up=self._linear(own.matrices[Matrix.GATE_UP], norms[NormRole.MLP], gated=True),
+            post_norm=self._post_norm(norms.get(NormRole.ATTENTION_POST)),
+            gate_up=replace(
+                self._linear(own.matrices[Matrix.GATE_UP], norms[NormRole.MLP]),
+                gated=True,
+                gelu=self.config.layers[layer].mlp.act == "gelu_tanh",
+            ),
             down=self._linear(own.matrices[Matrix.DOWN]),
+            mlp_post_norm=self._post_norm(norms.get(NormRole.MLP_POST)),
         )
+
+    def _post_norm(self, weight: Tensor | None) -> Norm | None:
+        return None if weight is None else self.norm(weight)
 
     def _attention(self, own: Attention, norm: Tensor | None) -> _Attention:
         qk_norm = None
         if norm is not None:
             q_weight, k_weight = norm.to(self.device).view(2, -1)
-            qk_norm = QKNorm(q_weight, k_weight, self.config.norm.eps)
+            qk_norm = QKNorm(q_weight, k_weight, self.config.norm.eps, own.qk_norm == "rotated heads")
         return _Attention(self.config.ropes.index(own.rope), qk_norm, own.output_gate)
 
     def norm(self, weight: Tensor) -> Norm:
         return Norm(weight.to(self.device).float(), self.config.norm.eps)
 
-    def _linear(
-        self, parameters: LinearParameters, norm: Tensor | None = None, *, gated: bool = False
-    ) -> DeviceLinear:
+    def _linear(self, parameters: LinearParameters, norm: Tensor | None = None) -> DeviceLinear:
         """`norm`: the weight [hidden] of the norm before the product; None where there is no norm."""
         weight: Weight
         if self.fp8:
@@ -380,7 +417,6 @@ class _Loader:
             weight.to(self.device),
             None if bias is None else bias.to(self.device),
             None if norm is None else self.norm(norm),
-            gated,
         )
 
 

@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
 from types import MappingProxyType
-from typing import Final, Literal, get_args
+from typing import Any, Final, Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -84,6 +84,8 @@ class DeviceLinear:
     """The norm before the product; None where it does not multiply the residual stream."""
     gated: bool = False
     """True if silu(first half) * second half is computed behind the product."""
+    gelu: bool = False
+    """True if that is GELU by tanh, in the place of SiLU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +193,7 @@ def _apart(
     assert linear.norm is not None
     x, stream = norm_stream(stream, linear.norm)
     product = table.linear(x, linear.weight, linear.bias, out=None if linear.gated else out)
-    return silu_mul(product) if linear.gated else product, stream
+    return silu_mul(product, gelu=linear.gelu) if linear.gated else product, stream
 
 
 def _headed(
@@ -199,9 +201,7 @@ def _headed(
 ) -> tuple[Tensor, ResidualStream]:
     """One kernel for all, SiLU included where the product is gated."""
     assert linear.norm is not None
-    return normed_matmul(
-        stream, linear.norm, linear.weight, tile, bias=linear.bias, gated=linear.gated, out=out
-    )
+    return normed_matmul(stream, linear.norm, linear.weight, tile, **_tail(linear), out=out)
 
 
 def _tailed(
@@ -210,7 +210,11 @@ def _tailed(
     """The norm by a kernel of its own, then the product with SiLU in its tail."""
     assert linear.norm is not None
     x, stream = norm_stream(stream, linear.norm)
-    return skinny_matmul(x, linear.weight, tile, bias=linear.bias, gated=True, out=out), stream
+    return skinny_matmul(x, linear.weight, tile, **_tail(linear), out=out), stream
+
+
+def _tail(linear: DeviceLinear) -> dict[str, Any]:
+    return {"bias": linear.bias, "gated": linear.gated, "gelu": linear.gelu}
 
 
 Way = Callable[[ResidualStream, DeviceLinear, Tile], tuple[Tensor, ResidualStream]]

@@ -6,7 +6,7 @@ both:
 
     rms_norm             residual += x; norm(residual) * weight
     norm_rotate_store    queries and keys normed (where the model does) and rotated; keys and values stored
-    silu_mul             silu(gate) * up
+    silu_mul             silu(gate) * up, or GELU in its place
 
     sigmoid_mul          x * sigmoid(gate), where attention has an output gate
 
@@ -28,6 +28,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.runtime.kernels.activation import activated
 from engine.runtime.kernels.dependent_launch import dependent, wait_for_earlier
 from engine.runtime.kernels.launching import launch
 from engine.runtime.weights.fp8 import FP8_MAX
@@ -94,13 +95,15 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
 
 @dataclass(frozen=True, slots=True)
 class QKNorm:
-    """The norms of each query's and each key's head, as Qwen3 has them."""
+    """The norms of each query's and each key's head."""
 
     q_weight: Tensor
     """[D]"""
     k_weight: Tensor
     """[D]"""
     eps: float
+    rotated: bool = False
+    """True if a head is normed when it is rotated, and not before."""
 
 
 def norm_rotate_store(
@@ -115,17 +118,18 @@ def norm_rotate_store(
     kv_scales: tuple[float, float] = (1.0, 1.0),
     clear_tails: bool = False,
     gated: bool = False,
+    tempers: Tensor | None = None,
 ) -> Tensor:
     """qkv [T, (H + 2 Hkv) D], and with `gated` H D more behind, which are left alone -> queries [T, H, D];
     keys and values go to (page, offset) [T] of the cache.
 
-    angles: cos and sin, [T, D/2] each. keys, values [pages, Hkv, page_size, D]. They are divided by
-    `kv_scales` before they are stored and, in fp8, clamped to the type's range. With `clear_tails` the rest
-    of a page that these tokens begin becomes zero; tokens of a row must follow each other.
+    angles: cos and sin, [T, D/2] each. tempers: factors of queries, [T] float32. keys, values [pages, Hkv,
+    page_size, D]. They are divided by `kv_scales` before they are stored and, in fp8, clamped to the type's
+    range. With `clear_tails` the rest of a page that these tokens begin becomes zero; tokens of a row must
+    follow each other.
     """
-    tokens = len(qkv)
     _, kv_heads, page_size, head_dim = keys.shape
-    columns = qkv.shape[1]
+    tokens, columns = qkv.shape
     heads = (columns // head_dim - 2 * kv_heads) // (2 if gated else 1)
     assert all(t.is_contiguous() for t in (qkv, *angles, keys, values))
     assert angles[0].numel() == tokens * head_dim // 2
@@ -133,32 +137,32 @@ def norm_rotate_store(
     q_blocks, kv_blocks = (triton.cdiv(count, HEADS_BLOCK) for count in (heads, kv_heads))
     weights = (None, None, 0.0) if norm is None else (norm.q_weight, norm.k_weight, norm.eps)
     constants = {"HEADS": heads, "KV_HEADS": kv_heads, "Q_BLOCKS": q_blocks, "HEADS_BLOCK": HEADS_BLOCK}
+    sizes = {"COLUMNS": columns, "HALF": head_dim // 2, "PAGE": page_size}
     launch(
         norm_rotate_store_kernel,
         (tokens, q_blocks + kv_blocks),
-        *(qkv, q, *angles, *weights),
+        *(qkv, q, *angles, tempers, *weights),
         *(keys, values, pages, offsets),
         *(1.0 / scale for scale in kv_scales),
-        NORM=norm is not None,
-        HALF=head_dim // 2,
-        PAGE=page_size,
+        NORM=0 if norm is None else 2 if norm.rotated else 1,
         LIMIT=FP8_MAX if keys.dtype == torch.float8_e4m3fn else 0.0,
         CLEAR=clear_tails,
-        COLUMNS=columns,
         **constants,
+        **sizes,
         num_warps=4,
         **dependent(),
     )
     return q
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """gate_up [T, 2 I], the gate's half first -> silu(gate) * up, [T, I]."""
+def silu_mul(gate_up: Tensor, *, gelu: bool = False) -> Tensor:
+    """gate_up [T, 2 I], the gate's half first -> silu(gate) * up, [T, I]; with `gelu`, GELU by tanh."""
     rows, inner = gate_up.shape[0], gate_up.shape[1] // 2
     assert gate_up.is_contiguous()
     out = gate_up.new_empty(rows, inner)
     grid = (rows, triton.cdiv(inner, SILU_BLOCK))
-    launch(silu_mul_kernel, grid, gate_up, out, inner, BLOCK=SILU_BLOCK, num_warps=4, **dependent())
+    constants = {"GELU": gelu, "BLOCK": SILU_BLOCK}
+    launch(silu_mul_kernel, grid, gate_up, out, inner, **constants, num_warps=4, **dependent())
     return out
 
 
@@ -194,6 +198,7 @@ def norm_rotate_store_kernel(
     q,
     cos,
     sin,
+    tempers,
     q_weight,
     k_weight,
     eps,
@@ -226,6 +231,10 @@ def norm_rotate_store_kernel(
         head = block * HEADS_BLOCK + tl.arange(0, HEADS_BLOCK)[:, None]
         at = head * (2 * HALF) + dim[None, :]
         first, second = _turned(source + at, head < HEADS, q_weight, eps, cosine, sine, NORM, HALF)
+        if tempers is not None:
+            temper = tl.load(tempers + token)
+            first *= temper
+            second *= temper
         target = q + token * (HEADS * 2 * HALF) + at
         tl.store(target, first.to(q.dtype.element_ty), mask=head < HEADS)
         tl.store(target + HALF, second.to(q.dtype.element_ty), mask=head < HEADS)
@@ -262,16 +271,26 @@ def _tail(pages, page, offset, token, PAGE: tl.constexpr):
 
 @triton.jit
 def _turned(at, inside, weight, eps, cosine, sine, NORM: tl.constexpr, HALF: tl.constexpr):
-    """Both halves of heads, normed where NORM is set and rotated, [HEADS_BLOCK, D/2] float32 each."""
+    """Both halves of heads, rotated, [HEADS_BLOCK, D/2] float32 each; normed where NORM is 1 before, where it
+    is 2 behind."""
     first = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(at + HALF, mask=inside, other=0.0).to(tl.float32)
-    if NORM:
-        squares = tl.sum(first * first, 1) + tl.sum(second * second, 1)
-        scale = (1.0 / tl.sqrt(squares / (2 * HALF) + eps))[:, None]
-        dim = tl.arange(0, HALF)[None, :]
-        first *= scale * tl.load(weight + dim).to(tl.float32)
-        second *= scale * tl.load(weight + HALF + dim).to(tl.float32)
-    return first * cosine - second * sine, second * cosine + first * sine
+    if NORM == 1:
+        first, second = _normed(first, second, weight, eps, HALF)
+    first, second = first * cosine - second * sine, second * cosine + first * sine
+    if NORM == 2:
+        first, second = _normed(first, second, weight, eps, HALF)
+    return first, second
+
+
+@triton.jit
+def _normed(first, second, weight, eps, HALF: tl.constexpr):
+    squares = tl.sum(first * first, 1) + tl.sum(second * second, 1)
+    scale = (1.0 / tl.sqrt(squares / (2 * HALF) + eps))[:, None]
+    dim = tl.arange(0, HALF)[None, :]
+    first *= scale * tl.load(weight + dim).to(tl.float32)
+    second *= scale * tl.load(weight + HALF + dim).to(tl.float32)
+    return first, second
 
 
 @triton.jit
@@ -282,7 +301,7 @@ def _store(at, value, inside, LIMIT: tl.constexpr):
 
 
 @triton.jit
-def silu_mul_kernel(gate_up, out, inner, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def silu_mul_kernel(gate_up, out, inner, GELU: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     wait_for_earlier(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -290,7 +309,7 @@ def silu_mul_kernel(gate_up, out, inner, BLOCK: tl.constexpr, PDL: tl.constexpr)
     at = gate_up + row * 2 * inner + column
     gate = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(at + inner, mask=inside, other=0.0).to(tl.float32)
-    result = gate / (1.0 + tl.exp(-gate)) * up
+    result = activated(gate, GELU) * up
     tl.store(out + row * inner + column, result.to(out.dtype.element_ty), mask=inside)
 
 

@@ -27,8 +27,8 @@ multiplies by 1 / rms at its end. Each program sums all squares for itself, in t
 again; with few rows that is less than a kernel's start. s goes into another buffer than it is read from, as
 others still read there; of its tiles each program writes a share.
 
-**SiLU in the tail.** Where the weight's upper half is a gate, a program's tile is the same rows of both
-halves, multiplied as one, and it stores silu(gate) * up.
+**SiLU in the tail**, or another function of gates. Where the weight's upper half is a gate, a program's tile
+is the same rows of both halves, multiplied as one, and it stores silu(gate) * up.
 
 Rounding. Without the head, s * g / rms is rounded to the activations' type before it is multiplied; with it,
 s * g is. That is one rounding of each element either way, of the same relative size, and the rest is float32:
@@ -53,6 +53,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.runtime.kernels.activation import activated
 from engine.runtime.kernels.dependent_launch import dependent, prefetch, wait_for_earlier
 from engine.runtime.kernels.fused import Norm, ResidualStream
 from engine.runtime.kernels.launching import launch
@@ -150,14 +151,15 @@ def skinny_matmul(
     *,
     bias: Tensor | None = None,
     gated: bool = False,
+    gelu: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
     """x [M, K], M <= `rows_max`; weight [N, K] in x's type or fp8; bias [N] -> [M, N].
 
     y = (x @ weight^T) * scales + bias, in float32, rounded once. Groups of columns are a multiple of
-    the tile's. `gated`: silu(y's first half) * y's second half, [M, N / 2].
+    the tile's. `gated`: silu(y's first half) * y's second half, [M, N / 2]; with `gelu`, GELU by tanh.
     """
-    return _launch(x, _Head(), weight, tile, bias, gated, out)
+    return _launch(x, _Head(), weight, tile, bias, gated, gelu, out)
 
 
 def normed_matmul(
@@ -168,6 +170,7 @@ def normed_matmul(
     *,
     bias: Tensor | None = None,
     gated: bool = False,
+    gelu: bool = False,
     out: Tensor | None = None,
 ) -> tuple[Tensor, ResidualStream]:
     """`skinny_matmul` of the stream's norm, and the stream with its change added. The given stream is left as
@@ -175,7 +178,7 @@ def normed_matmul(
     residual, change = stream.residual, stream.change
     total = None if change is None else torch.empty_like(residual)
     head = _Head(change, norm.weight, norm.eps, total)
-    found = _launch(residual, head, weight, tile, bias, gated, out)
+    found = _launch(residual, head, weight, tile, bias, gated, gelu, out)
     return found, ResidualStream(residual if total is None else total)
 
 
@@ -196,6 +199,7 @@ def _launch(
     tile: Tile,
     bias: Tensor | None,
     gated: bool,
+    gelu: bool,
     out: Tensor | None = None,
 ) -> Tensor:
     values, scales, group = parts_of(weight)
@@ -224,6 +228,7 @@ def _launch(
         height,
         width,
         GATED=gated,
+        GELU=gelu,
         EVEN=height % block_n == 0 and width % tile.k == 0,
         GROUP=group,
         BLOCK_M=1 if tile.alone else row_bucket(rows),
@@ -252,6 +257,7 @@ def skinny_kernel(
     height,
     width,
     GATED: tl.constexpr,
+    GELU: tl.constexpr,
     EVEN: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -304,17 +310,17 @@ def skinny_kernel(
         acc *= (1.0 / tl.sqrt(tl.sum(squares, 1) / width + eps))[:, None]
     acc = _finish(acc, scales, bias, n, inside_n, GROUP)
     if GATED:
-        acc = _gated(acc)
+        acc = _gated(acc, GELU)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     at = out + row[:, None] * height + n[None, :]
     tl.store(at, acc.to(out.dtype.element_ty), mask=(row[:, None] < rows) & (n[None, :] < height))
 
 
 @triton.jit
-def _gated(y):
-    """silu(y's first half) * y's second half: [M, 2 N] -> [M, N]."""
+def _gated(y, GELU: tl.constexpr):
+    """silu(y's first half) * y's second half, or GELU of it: [M, 2 N] -> [M, N]."""
     gate, up = tl.split(tl.permute(tl.reshape(y, [y.shape[0], 2, y.shape[1] // 2]), (0, 2, 1)))
-    return gate / (1.0 + tl.exp(-gate)) * up
+    return activated(gate, GELU) * up
 
 
 @triton.jit

@@ -175,7 +175,7 @@ class TorchDecoder:
         assert isinstance(own, Attention)
         q, k, v, gate = self._qkv(layer, own, x, angles)
         if own.tempering is not None:
-            q = q * _tempers(own.tempering, positions).to(q.dtype)
+            q = q * tempers(own.tempering, positions).to(q.dtype)
         attended = attention(layer.place, q, k, v)
         if own.output_gate:
             attended = attended * sigmoid(gate).to(x.dtype)
@@ -245,7 +245,7 @@ def _delta_net(own: DeltaNet, parameters: LayerParameters, source: WeightSource,
     return TorchDeltaNet(own, read.conv, read.rate, read.step_bias, read.norm, eps)
 
 
-def _tempers(tempering: Tempering, positions: Tensor) -> Tensor:
-    """[T, 1, 1]"""
+def tempers(tempering: Tempering, positions: Tensor) -> Tensor:
+    """The factors of queries at these positions, [T, 1, 1] float32."""
     periods = (positions // tempering.original_context_len).float()
     return (1 + tempering.beta * torch.log1p(periods))[:, None, None]

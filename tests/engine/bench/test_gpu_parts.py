@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +22,7 @@ from engine.runtime.attention.triton_paged import LibraryPrefill
 from engine.runtime.kernels.autotune import (
     Timer,
 )
+from engine.runtime.models.spec import DeltaNet
 from tests.bench.engine.gpu import attention, matmul, measuring, profile, results, steps
 from tests.bench.engine.gpu.shapes import LLAMA_8B, QWEN3_06B, RandomWeights, decode_floor_s
 from tests.bench.engine.gpu.supervise import LOST
@@ -111,6 +112,31 @@ def test_a_row_that_fails_costs_no_other(monkeypatch: pytest.MonkeyPatch) -> Non
     assert rows[2]["error"] == "TypeError: no such option"
     assert rows[2]["at"][0].endswith("raise error"), "the innermost place in our own files"
     assert rows[4]["absent"] == "'no library'"
+
+
+HYBRID = replace(
+    TOY,
+    layers=(
+        replace(TOY.layers[0], attention=DeltaNet(1, 2, 16, 16, 4)),
+        replace(TOY.layers[0], attention=replace(TOY.attention, output_gate=True)),
+    ),
+)
+
+
+@pytest.mark.nightly
+def test_steps_of_a_model_with_states() -> None:
+    bench = steps.Bench("hybrid", HYBRID)
+    found = bench.decode(2, 65, torch.float32)
+    expected = decode_floor_s(HYBRID, 2, 65, FLOORS, 2.0, 4)
+    assert found["floor_ms"] == pytest.approx(expected * 1e3)
+    assert bench.prefill(70, LibraryPrefill)["tokens"] == 70
+
+
+def test_delta_nets_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("LAYERS_MIN", 1), ("TURN_BYTES", 1), ("QWEN3_5_08B", HYBRID)):
+        monkeypatch.setattr(attention, name, value)
+    assert attention.delta_net(2)["us"] == pytest.approx(1e3)
+    assert attention.delta_net(1, 40)["tokens"] == 40
 
 
 @pytest.mark.nightly

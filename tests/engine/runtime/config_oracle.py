@@ -112,6 +112,22 @@ FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 config.json, which tell something where the plain ones do not."""
 
 
+BY_KERNELS: Mapping[str, Mapping[str, Any]] = {
+    "gemma3_text": {"final_logit_softcapping": 3.0},
+    "smollm3": {},
+    "granite": {},
+    "granitemoehybrid": {},
+    "glm4": {},
+    "hunyuan_v1_dense": {},
+    "phi3": {},
+    "seed_oss": {},
+    "ernie4_5": {},
+    "ministral3": {},
+    "qwen3_5_text": {"linear_key_head_dim": 16},
+}
+"""Those that a device's kernels compute, and sizes that these take, where they are not as above."""
+
+
 class Outcome(Enum):
     EQUAL = "equal"
     REFUSED = "refused"
@@ -176,6 +192,7 @@ class Weights:
 
     def saved(self, path: Path, **fields: Any) -> Path:
         """A model directory, with these keys in its config.json, of one of `FAMILIES`."""
+        path.mkdir(exist_ok=True)
         (path / "config.json").write_text(json.dumps(self.config(**fields)))
         save_file(self._as_in_transformers(**fields), path / "model.safetensors", {"format": "pt"})
         return path

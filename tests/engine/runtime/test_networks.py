@@ -143,7 +143,7 @@ def test_the_readme_says_which_families_there_are_and_what_computes_them_on_a_gp
     rows = re.findall(r"^\| `(\w+)` \| .* \| (Triton|torch|no) \|$", readme, re.MULTILINE)
     computes = {}
     for name in FAMILIES:
-        model = parse_model_config(json.dumps(plain(Weights(name)) | SIZED.get(name, {})).encode())
+        model = parse_model_config(json.dumps({**plain(Weights(name)), **SIZED.get(name, {})}).encode())
         assert TorchDecoder.implements(model) is None
         assert NativeDecoder.implements(model) is None
         on_device = "no" if TorchOnDevice.implements(model) is not None else "torch"

@@ -5,7 +5,8 @@ weights.
                the rate of a large bf16 product of random numbers. Every share is of these two, so a result
                means the same on another card, without a datasheet.
     attention  attention alone: paged decode, bytes of keys and values over time, by every back end that is
-               installed; whole prompts by the library's kernels and the engine's.
+               installed; whole prompts by the library's kernels and the engine's. And delta nets alone: a
+               step, bytes of states over time, and prompts.
     matmul     the library against the engine's tiles, per shape of the two models, weights not in the cache.
     steps      decode steps and prefills, as graphs where they decode; fp8 weights and KV against bf16.
     profile    the same decode steps kernel by kernel, with the time in which nothing runs.
@@ -13,6 +14,7 @@ weights.
 Theory of the floors. A decode step of batch B at context L must read its weights once and B contexts of keys
 and values, and multiply 2 P numbers per row:
     max(W / bandwidth, 2 P B / rate) + B L kv / bandwidth
+With delta nets it reads and writes B states beside.
 A prefill of L tokens multiplies 2 P numbers per token, and its attention 2 Hq D L per layer and token, half
 of the square being masked:
     L (2 P + 2 Hq D layers L) / rate

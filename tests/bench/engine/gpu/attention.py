@@ -1,6 +1,6 @@
 """Attention alone, at the shape of an 8B model's layer. Paged decode as a share of the read bandwidth: the
 Triton kernel at several shapes, and every installed back end at one of them. Whole prompts as a share of the
-matrix rate, by the Triton kernel and by torch's kernels."""
+matrix rate, by the Triton kernel and by torch's kernels. And delta nets alone, at Qwen3.5-0.8B's shape."""
 
 from __future__ import annotations
 
@@ -15,12 +15,17 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from engine.runtime.attention.build import Bounds, build_backends
 from engine.runtime.attention.triton_paged import TritonPrefill
+from engine.runtime.kernels.delta_net import DeltaLayer, DeltaRows, delta_chunks, delta_step
 from engine.runtime.setup.backends import NAMES, BackendChoice, Need, choose
 from engine.runtime.setup.model_errors import BadRunnerConfig
+from engine.runtime.step.batch import Row
 from engine.runtime.step.kv_cache import KVCache, KVGeometry
 from engine.runtime.step.protocols import AttentionSpec, Chunk
+from engine.runtime.step.states import StateGeometry, States
+from engine.runtime.weights.parameters import DeltaWeights
 from tests.bench.engine.gpu.measuring import check, graph_ms
 from tests.bench.engine.gpu.results import floors
+from tests.bench.engine.gpu.shapes import QWEN3_5_08B
 
 CUDA: Final = torch.device("cuda")
 HEADS, KV_HEADS, DIM = 32, 8, 128
@@ -108,8 +113,45 @@ def prefill(length: int, name: str) -> dict[str, Any]:
     return {"tokens": length, "ms": ms, "flops": flops / ms * 1e3, "share": flops / floors()[1] / ms * 1e3}
 
 
+def delta_net(batch: int, length: int = 0) -> dict[str, Any]:
+    """Measure a step of so many rows, or prompts of `length` tokens: each layer reads and writes its states,
+    and a prompt's floor is that of its own tensors, read and written once."""
+    own, rows = QWEN3_5_08B.deltas[0], batch * max(1, length)
+    size = own.value_heads * own.key_dim * own.value_dim * 4
+    layers = max(LAYERS_MIN, -(-TURN_BYTES // (2 * batch * size)))
+    states = States(StateGeometry((own,) * layers, torch.bfloat16), batch, CUDA)
+    of_heads = torch.rand(own.value_heads, device=CUDA)
+    conv, norm = torch.randn(own.kernel, own.channels, device=CUDA), torch.ones(own.value_dim, device=CUDA)
+    layer = DeltaLayer(own, DeltaWeights(conv, of_heads, of_heads, norm), 1e-6)
+    x = torch.randn(rows, own.channels + own.values + 2 * own.value_heads, device=CUDA).to(torch.bfloat16)
+    out = x.new_empty(rows, own.values)
+    slots = torch.arange(batch, dtype=torch.int32, device=CUDA)
+    lengths = torch.full_like(slots, 2048)
+    tables = DeltaRows.of([Row(slot, 0, length, slot * length) for slot in range(batch)], CUDA)
+
+    def run() -> None:
+        for place in range(layers):
+            kept = states.inputs[place], states.heads[place]
+            if length:
+                delta_chunks(x, tables, layer, *kept, out)
+            else:
+                delta_step(x, slots, lengths, layer, *kept, out)
+
+    run()
+    assert torch.isfinite(out).all(), "not finite"
+    us = graph_ms(run) / layers * 1e3
+    moved = 2 * batch * size + (x.numel() + out.numel()) * 2
+    fields = {"batch": batch, "tokens": length, "us": us, "bytes_per_s": moved / us * 1e6}
+    return fields | {"share": moved / floors()[0] / us * 1e6}
+
+
 def main() -> int:
     ok = True
+    for batch in (1, 32, 256):
+        ok &= check("attention", f"delta net step batch {batch}", partial(delta_net, batch))
+    for batch, length in ((1, 2048), (1, 8192), (8, 1024)):
+        row = f"delta net prompts {batch} of {length}"
+        ok &= check("attention", row, partial(delta_net, batch, length))
     for batch, context in ((1, 2048), (1, 32_768), (32, 2048), (32, 4096), (256, 2048)):
         row = f"decode attention batch {batch} context {context}"
         ok &= check("attention", row, partial(decode, batch, context))

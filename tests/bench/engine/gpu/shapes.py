@@ -12,7 +12,9 @@ from torch import Tensor
 
 from engine.runtime.models.decoder_config import parse_model_config
 from engine.runtime.models.spec import DecoderSpec
+from engine.runtime.step.states import StateGeometry
 from engine.runtime.weights.checkpoint import ALL, TensorPart
+from engine.runtime.weights.parameters import layer_parameters as parameters_of
 
 
 def _model(model_type: str, **keys: Any) -> DecoderSpec:
@@ -46,6 +48,24 @@ QWEN3_06B = _model(
 )
 
 
+QWEN3_5_08B = _model(
+    "qwen3_5_text",
+    vocab_size=248_320,
+    hidden_size=1024,
+    intermediate_size=3584,
+    num_hidden_layers=24,
+    num_attention_heads=8,
+    num_key_value_heads=2,
+    head_dim=256,
+    linear_num_key_heads=16,
+    linear_num_value_heads=16,
+    max_position_embeddings=262_144,
+    rms_norm_eps=1e-6,
+    rope_theta=10_000_000.0,
+    tie_word_embeddings=True,
+)
+
+
 @dataclass(frozen=True, slots=True)
 class RandomWeights:
     """A WeightSource of normal numbers, small enough that activations stay finite."""
@@ -62,9 +82,8 @@ class RandomWeights:
 
 def layer_parameters(config: DecoderSpec) -> int:
     """The number of parameters in all layers' matrices, without the head."""
-    q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
-    attention = config.hidden_size * (q + 2 * kv) + q * config.hidden_size
-    return len(config.layers) * (attention + 3 * config.hidden_size * config.intermediate_size)
+    layers = range(len(config.layers))
+    return sum(own.elements for at in layers for own in parameters_of(config, at).matrices.values())
 
 
 def head_parameters(config: DecoderSpec) -> int:
@@ -73,7 +92,12 @@ def head_parameters(config: DecoderSpec) -> int:
 
 def kv_bytes(config: DecoderSpec, itemsize: int = 2) -> int:
     """Bytes of one token's keys and values, in all layers."""
-    return 2 * len(config.layers) * config.kv_heads * config.head_dim * itemsize
+    return 2 * len(config.attentions) * config.kv_heads * config.head_dim * itemsize
+
+
+def state_bytes(config: DecoderSpec) -> int:
+    """Bytes of one sequence's state, in all layers."""
+    return StateGeometry.of(config, torch.bfloat16).slot_bytes
 
 
 def decode_floor_s(
@@ -90,10 +114,12 @@ def decode_floor_s(
     layers, head = layer_parameters(config), head_parameters(config)
     reads = layers * weight_bytes + head * 2
     weights = max(reads / bandwidth, 2 * (layers + head) * batch / flops)
-    return weights + batch * context * kv_bytes(config, kv_itemsize) / bandwidth
+    kept = context * kv_bytes(config, kv_itemsize) + 2 * state_bytes(config)  # states are written, too
+    return weights + batch * kept / bandwidth
 
 
 def prefill_floor_s(config: DecoderSpec, tokens: int, flops: float) -> float:
-    """The least time of one prompt with a causal mask; the head's single row is left out."""
-    attention = 2 * config.heads * config.head_dim * len(config.layers) * tokens
+    """The least time of one prompt with a causal mask; the head's single row is left out, and so is what
+    delta nets compute between their products."""
+    attention = 2 * config.heads * config.head_dim * len(config.attentions) * tokens
     return tokens * (2 * layer_parameters(config) + attention) / flops

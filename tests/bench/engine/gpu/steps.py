@@ -34,14 +34,18 @@ from engine.runtime.kernels.autotune import (
 )
 from engine.runtime.kernels.launching import compiling_in
 from engine.runtime.models.spec import DecoderSpec
+from engine.runtime.reference.delta_net import StepStates
 from engine.runtime.setup.hardware import usable_cores
+from engine.runtime.step.batch import Row
 from engine.runtime.step.kv_cache import KVCache, KVGeometry
 from engine.runtime.step.protocols import AttentionSpec, Chunk
+from engine.runtime.step.states import StateGeometry, States
 from tests.bench.engine.gpu.measuring import check, graph_ms, span_ms
 from tests.bench.engine.gpu.results import floors, write
 from tests.bench.engine.gpu.shapes import (
     LLAMA_8B,
     QWEN3_06B,
+    QWEN3_5_08B,
     RandomWeights,
     decode_floor_s,
     head_parameters,
@@ -76,12 +80,12 @@ class Bench:
 
     @property
     def _kinds(self) -> list[DeviceLinear]:
-        """A product of each shape: a layer's, and the head."""
-        return self.decoder.linears[:4] + self.decoder.linears[-1:]
+        """A product of each shape: those of a layer of each kind, and the head."""
+        return list({(shape_of(own.weight, 1), own.gated): own for own in self.decoder.linears}.values())
 
     def cache(self, tokens: int, kv_dtype: torch.dtype = torch.bfloat16) -> KVCache:
         config = self.config
-        geometry = KVGeometry(len(config.layers), config.kv_heads, PAGE, config.head_dim, kv_dtype)
+        geometry = KVGeometry(len(config.attentions), config.kv_heads, PAGE, config.head_dim, kv_dtype)
         cache = KVCache(geometry, -(-tokens // PAGE) + 1, device=CUDA)
         for part in (*cache.keys, *cache.values):
             part.copy_(torch.randn(part.shape, dtype=torch.bfloat16, device=CUDA))
@@ -110,7 +114,8 @@ class Bench:
     def choices(self, batch: int) -> dict[str, str]:
         """The kernels that were chosen for each product at this batch."""
         found = {}
-        for name, linear in zip(("qkv", "output", "gate_up", "down", "head"), self._kinds, strict=True):
+        for linear in self._kinds:
+            name = str(shape_of(linear.weight, batch))
             product = self.decoder.table.measured.get(shape_of(linear.weight, measured_rows(batch)))
             fused = self.decoder.table.fused.get(fused_shape(linear, batch))
             found[name] = f"{product}; {fused}"
@@ -141,7 +146,12 @@ class Bench:
         asked = [SamplingParams(seed=slot, max_tokens=1) for slot in range(batch)]
         sampling.seat_all(range(batch), asked, [context + 1] * batch)
         scratch = SamplingScratch.empty(batch, config.vocab_size, self.decoder.dtype, CUDA)
-        return DecodeStep(self.decoder, cache, attention, tokens, table, sampling, scratch)
+        tables = tokens, table, sampling, scratch
+        return DecodeStep(self.decoder, cache, attention, *tables, states=self._states(batch + 1))
+
+    def _states(self, slots: int) -> States | None:
+        geometry = StateGeometry.of(self.config, self.decoder.dtype)
+        return States(geometry, slots, CUDA) if self.config.deltas else None
 
     def _shares(self, ms: float, batch: int, context: int, kv_dtype: torch.dtype) -> dict[str, Any]:
         weight_bytes = 1.0 if self.fp8 else 2.0
@@ -160,9 +170,11 @@ class Bench:
         token_ids = torch.randint(config.vocab_size, (length,), device=CUDA)
         step = StepTokens(token_ids, positions, pages, positions % PAGE)
         attend = backend(cache, self.spec).of_chunks([Chunk(0, length, 0)], tables)
+        kept, none = self._states(1), torch.zeros(0, dtype=torch.int32, device=CUDA)
+        states = None if kept is None else StepStates(kept, [Row(0, 0, length, 0)], 0, none, none)
 
         def run() -> Tensor:
-            stream = self.decoder.forward(self.decoder.rows(step), cache, attend)
+            stream = self.decoder.forward(self.decoder.rows(step), cache, attend, states)
             return self.decoder.logits(self.decoder.normed(stream)[-1:])
 
         assert torch.isfinite(run()).all(), "logits are not finite"
@@ -226,8 +238,8 @@ def _prefill(
     return make().prefill(length, backend)
 
 
-LLAMA, QWEN, FP8 = "Llama-3.1-8B", "Qwen3-0.6B", "Llama-3.1-8B fp8"
-_CONFIGS = {LLAMA: LLAMA_8B, QWEN: QWEN3_06B, FP8: LLAMA_8B}
+LLAMA, QWEN, FP8, HYBRID = "Llama-3.1-8B", "Qwen3-0.6B", "Llama-3.1-8B fp8", "Qwen3.5-0.8B"
+_CONFIGS = {LLAMA: LLAMA_8B, QWEN: QWEN3_06B, FP8: LLAMA_8B, HYBRID: QWEN3_5_08B}
 
 
 def made(name: str) -> Bench:
@@ -324,9 +336,11 @@ def main() -> int:
         partial(targets, LLAMA, (1, 32, 256), (2048, 8192)),
         partial(targets, QWEN, (1, 256)),
         partial(targets, FP8, (1,)),
+        partial(targets, HYBRID, (1, 32, 256), (2048,)),
         flat_rows,
         partial(overlapped, LLAMA, (1, 32, 256)),
         partial(overlapped, QWEN, (1, 32, 256)),
+        partial(overlapped, HYBRID, (1,)),
         in_eight_bits,
         partial(targets, QWEN, (32,), (2048,)),
         partial(compared, LLAMA, (2048, 8192)),

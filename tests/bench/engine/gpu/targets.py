@@ -10,7 +10,7 @@ from tests.bench import figures
 from tests.bench.engine.gpu.results import Line
 from tests.bench.figures import Figure, at_least, at_most, figure, unmeasured
 
-LLAMA, QWEN = "Llama-3.1-8B", "Qwen3-0.6B"
+LLAMA, QWEN, HYBRID = "Llama-3.1-8B", "Qwen3-0.6B", "Qwen3.5-0.8B"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +44,15 @@ def _steps() -> Iterator[Target]:
         (LLAMA, 256, 0.85),
         (QWEN, 1, 0.50),
         (QWEN, 256, 0.85),
+        (HYBRID, 1, 0.50),
+        (HYBRID, 32, 0.70),
     ):
         what = f"decode step, {model}, 2k, batch {batch}"
         yield Target(what, (decode(model, batch),), at_least(least), "of the floor", only("share"))
     what, row = "paged decode attention, batch 32, 4k", "decode attention batch 32 context 4096"
     yield Target(what, (row,), at_least(0.88), "of read bandwidth", only("share"))
+    what, row = "step of a delta net, batch 32", "delta net step batch 32"
+    yield Target(what, (row,), at_least(0.80), "of read bandwidth", only("share"))
     for tokens, name in ((2048, "2k"), (8192, "8k")):
         what, row = f"prefill, {LLAMA}, {name}", f"prefill {LLAMA} {tokens}"
         yield Target(what, (row,), at_least(0.75), "of the matrix rate", only("share"))

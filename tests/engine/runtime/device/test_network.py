@@ -6,20 +6,25 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
-from engine.contract.messages import SamplingParams
+from engine.contract.messages import Plan, SamplingParams, SlotAssignment, Want
 from engine.runtime.attention.triton_paged import TritonDecode, TritonPrefill
 from engine.runtime.device.device_decoder import DecodeStep, DeviceDecoder, DeviceModel, StepTokens
 from engine.runtime.device.device_sampling import DeviceSampling, SamplingScratch
-from engine.runtime.device.graphs import DecodeGraphs, batch_buckets
+from engine.runtime.device.graphs import DecodeGraphs, DecodeInputs, batch_buckets
+from engine.runtime.device.slots import DeviceBatch, DeviceSlots
 from engine.runtime.device.torch_on_device import Storing
 from engine.runtime.host.host_runner import HostRunner
 from engine.runtime.kernels.fused import norm_rotate_store
 from engine.runtime.models.decoder_config import read_model_config
 from engine.runtime.step.kv_cache import KVCache, KVGeometry
 from engine.runtime.step.protocols import AttentionSpec
+from engine.runtime.step.states import StateGeometry, States
 from engine.runtime.weights.checkpoint import Checkpoint, checkpoint_files
 from tests.effort import IS_WHOLE
+from tests.engine.runtime.config_oracle import BY_KERNELS, PROMPT_LEN, TOKENS, Weights, their_logprobs
+from tests.engine.runtime.config_oracle import tokens as oracle_tokens
 from tests.engine.runtime.conftest import MakeModel, load
 from tests.engine.runtime.driver import Driver
 from tests.engine.runtime.kernels.tables import all_by_tiles
@@ -72,6 +77,46 @@ def test_a_model_says_the_same_in_kernels(tiny_model: MakeModel, family: str) ->
         outputs.append([life.output for life in lives])
     assert len(outputs) > 1
     assert all(output == outputs[0] for output in outputs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", BY_KERNELS)
+def test_a_family_says_in_kernels_what_transformers_says(tmp_path: Path, family: str) -> None:
+    """A prompt, then one token after another: norms on both sides, two ropes, layers without one, windows,
+    GELU, factors, a cap, gates, states. Products by tiles or by the library; by command by both."""
+    path = Weights(family).saved(tmp_path, **BY_KERNELS[family])
+    expected = their_logprobs(path, torch.float32)
+    for by_tiles in (True, False) if IS_WHOLE else [list(BY_KERNELS).index(family) % 2 == 0]:
+        torch.testing.assert_close(_logprobs(path, by_tiles), expected, atol=1e-4, rtol=0)
+
+
+@torch.inference_mode()
+def _logprobs(path: Path, by_tiles: bool) -> Tensor:
+    """[TOKENS, vocab]"""
+    config = read_model_config(path)
+    source = Checkpoint(checkpoint_files(path), torch.float32)
+    decoder = DeviceDecoder(config, source, CPU)
+    if by_tiles:
+        decoder.table = all_by_tiles(decoder.linears)
+    geometry = KVGeometry(len(config.attentions), config.kv_heads, 16, config.head_dim, torch.float32)
+    cache, pages, spec = KVCache(geometry, 4), 3, AttentionSpec.of(config)
+    slots = DeviceSlots(1, TOKENS, 16, config.vocab_size, pages, CPU)
+    tokens = oracle_tokens(config.vocab_size)
+    start = SlotAssignment.of(0, tokens, TOKENS, SamplingParams(seed=0, max_tokens=1))
+    slots.apply(Plan(0, [], [start], [(0, list(range(pages)))], [], [], [], []))
+    decode, states = (
+        TritonDecode(cache, spec, rows_max=2, multiprocessors=1),
+        StateGeometry.of(config, torch.float32),
+    )
+    model = DeviceModel(decoder, cache, decode, TritonPrefill(cache, spec), States(states, 2))
+    plan = Plan(0, [], [], [], [0], [0], [PROMPT_LEN], [Want.NOTHING])
+    hidden = model.forward(DeviceBatch.of(plan, slots))
+    found = [model.logits(hidden)]
+    for at in range(PROMPT_LEN, TOKENS):
+        inputs = DecodeInputs(torch.tensor([0], dtype=torch.int32), torch.tensor([at + 1], dtype=torch.int32))
+        stream = decoder.decode(inputs, slots.tokens, slots.page_table, cache, decode, model.states)
+        found.append(decoder.logits(stream).clone())
+    return torch.cat(found).log_softmax(-1)
 
 
 @pytest.mark.parametrize("tiles", [False, True])

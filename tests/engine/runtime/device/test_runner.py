@@ -241,8 +241,8 @@ def test_a_model_with_states_says_on_a_device_what_it_says_on_a_cpu(
         lacking = device_decoder.IMPLEMENTED - {"deltanet.gate silu"}
         monkeypatch.setattr(device_decoder, "IMPLEMENTED", lacking)
     card = FakeCard()
-    settings = {"max_num_seqs": 3, "kv_cache_memory": 1 << 20, "enforce_eager": way == "eager"}
-    runner = load_fake(hybrid, card, **settings)
+    settings: dict[str, Any] = {"max_num_seqs": 3, "kv_cache_memory": 1 << 20}
+    runner = load_fake(hybrid, card, **settings, enforce_eager=way == "eager")
     assert runner.info.state_bytes == 4 * (2 * 16 * 16 + 3 * 4 * 16)
     assert bool(card.captured.outputs) == (way == "graphs")
     assert_same(lead_few(runner, 4), expected)

@@ -222,6 +222,8 @@ def report_dependent() -> None:
     row = meta(32, 4096)
     norm_of = partial(fused.rms_norm, row, meta(4096), 1e-6, row)
     report("dependent norm", fused, "rms_norm_kernel", norm_of, **on)
+    gates = partial(fused.sigmoid_mul, meta(32, 2048), meta(32, 5120))
+    report("dependent gates", fused, "sigmoid_mul_kernel", gates, **on)
     report("dependent silu", fused, "silu_mul_kernel", lambda: fused.silu_mul(meta(32, 28_672)), **on)
     for kernel in ("measure_kernel", "weigh_kernel", "order_kernel", "choose_kernel"):
         report(f"dependent {kernel}", device_sampling, kernel, sample_launch, **on)
@@ -279,6 +281,7 @@ def report_decode() -> None:
     report("list_work", module, "list_work_kernel", list_launch)
     report("decode 8B", module, "decode_kernel", decode_launch(32, 8, 128))
     report("decode window", module, "decode_kernel", decode_launch(28, 4, 128, 4096))
+    report("decode Qwen3.5", module, "decode_kernel", decode_launch(8, 2, 256))
     report("decode fp8 cache", module, "decode_kernel", decode_launch(32, 8, 128, dtype=torch.float8_e4m3fn))
 
 
@@ -306,10 +309,20 @@ def prefill_launch(
 def report_prefill() -> None:
     module = prefill_attention
     report("prefill 8B", module, "prefill_kernel", prefill_launch(32, 8, 128))
+    report("prefill Qwen3.5", module, "prefill_kernel", prefill_launch(8, 2, 256))
     report("prefill window", module, "prefill_kernel", prefill_launch(28, 4, 128, 4096))
     report(
         "prefill fp8 cache", module, "prefill_kernel", prefill_launch(32, 8, 128, dtype=torch.float8_e4m3fn)
     )
+
+
+def gated_store_launch() -> Tensor:
+    """32 tokens of a Qwen3.5-0.8B."""
+    cache, place = meta(1000, 2, 64, 256), meta(32, dtype=torch.int64)
+    norm = fused.QKNorm(meta(256), meta(256), 1e-6)
+    angles = meta(32, 128), meta(32, 128)
+    qkv = meta(32, 20 * 256)
+    return fused.norm_rotate_store(qkv, angles, norm, cache, cache, place, place, gated=True)
 
 
 def store_launch(clear_tails: bool = False, **kv: Any) -> Tensor:
@@ -334,7 +347,10 @@ def report_fused() -> None:
     report("rms_norm", fused, "rms_norm_kernel", lambda: fused.rms_norm(x, weight, 1e-6, x))
     fp8 = torch.float8_e4m3fn
     report("norm_rotate_store fp8", fused, "norm_rotate_store_kernel", lambda: store_launch(dtype=fp8))
+    report("norm_rotate_store gated", fused, "norm_rotate_store_kernel", gated_store_launch)
     report("norm_rotate_store clear", fused, "norm_rotate_store_kernel", lambda: store_launch(True))
+    gelu = partial(fused.silu_mul, meta(32, 2 * 6912), gelu=True)
+    report("gelu_mul", fused, "silu_mul_kernel", gelu)
     report("silu_mul", fused, "silu_mul_kernel", lambda: fused.silu_mul(meta(32, 2 * 14336)))
 
 
@@ -427,6 +443,8 @@ def report_fused_matmul() -> None:
             weight = matrix(6144, 1024, torch.bfloat16)
             launch = partial(matmul.normed_matmul, stream, norm, weight, tile, gated=gated)
             report(f"matmul {name} {tile.n}x{tile.k}", matmul, "skinny_kernel", launch)
+    gelu = partial(matmul.normed_matmul, stream, norm, matrix(6144, 1024, torch.bfloat16), matmul.TILES[1])
+    report("matmul gated gelu", matmul, "skinny_kernel", partial(gelu, gated=True, gelu=True))
     begun = fused.ResidualStream(stream.residual)
     launch = partial(matmul.normed_matmul, begun, norm, matrix(4096, 1024, torch.bfloat16), matmul.TILES[1])
     report("matmul first", matmul, "skinny_kernel", launch)

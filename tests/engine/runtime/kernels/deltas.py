@@ -4,7 +4,7 @@ answer."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -52,6 +52,16 @@ class DeltaCase:
         layer = TorchDeltaNet(self.net, weights.conv, weights.rate, weights.step_bias, weights.norm, EPS)
         out = layer(self.x.float(), StepStates(states, self.rows, self.decode_rows), 0)
         return Found(out, states.heads[0], states.inputs[0])
+
+    def in_two(self, first: int, device: torch.device, size: int = CHUNK) -> Found:
+        """The case's only row in two steps, the first of so many tokens."""
+        (row,) = self.rows
+        begin = replace(self, rows=[Row(row.slot, row.start, first, 0)], x=self.x[:first])
+        left = begin.found(device, size)
+        rest = [Row(row.slot, row.start + first, row.length - first, 0)]
+        kept = replace(self, heads=left.heads, inputs=left.inputs)
+        found = replace(kept, rows=rest, x=self.x[first:]).found(device, size)
+        return replace(found, out=torch.cat((left.out, found.out)))
 
     def found(self, device: torch.device, size: int = CHUNK) -> Found:
         """By the kernels. `size`: tokens of a chunk."""

@@ -86,6 +86,22 @@ def test_prefill_feeds_the_tensor_cores_from_shared_memory(reports: dict[str, Re
         assert report["cp.async.cg"] > 0, name
 
 
+def test_chunks_of_delta_nets_feed_the_tensor_cores_and_fetch_ahead(reports: dict[str, Report]) -> None:
+    """From chunk to chunk by what arrives meanwhile: keys, queries, W, U and P of the next."""
+    for name in ("delta prepare", "delta carry"):
+        assert reports[name]["wgmma.mma_async"] > 0, name
+        assert reports[name]["mma.sync"] == 0, name
+    operands = 2 * 64 * (3 * 128 + 32 + 64)
+    assert reports["delta carry"]["cp.async.cg"] > 0
+    assert operands <= reports["delta carry"]["shared_bytes"]
+
+
+def test_a_step_of_a_delta_net_has_its_state_in_registers(reports: dict[str, Report]) -> None:
+    for name in ("delta step", "delta step of shared keys"):
+        assert reports[name]["stack_bytes"] == 0, name
+        assert 8 * 32 * reports[name]["registers"] <= 65536, name
+
+
 def test_skinny_products_read_ahead_by_what_hides_the_memorys_latency(reports: dict[str, Report]) -> None:
     """26 KB in flight per multiprocessor; a fp8 weight travels as fp8."""
     for name in ("matmul", "matmul narrow", "matmul 64 rows", "matmul fp8", "matmul fp8 blocks"):
@@ -144,7 +160,7 @@ def test_dependently_launched_kernels_wait_before_they_touch_anything_but_weight
     reports: dict[str, Report],
 ) -> None:
     dependent = {name: report for name, report in reports.items() if name.startswith("dependent ")}
-    assert len(dependent) == drawn(15, whole=16)
+    assert len(dependent) == drawn(17, whole=18)
     for name, report in dependent.items():
         assert report["waits"] == report["lets_start"] == 1, name
         assert report["touched"] == 0, name

@@ -316,7 +316,7 @@ class FakeTimer:
         def fused(stream: ResidualStream, norm: Norm, weight: Weight, tile: Tile, **_: object) -> None:
             self._took += fused_us.get(tile, 100.0)
 
-        def beside(given: ResidualStream | Tensor, *_: object) -> Any:
+        def beside(given: ResidualStream | Tensor, *_: object, **__: object) -> Any:
             self._took += beside_us
             return given if isinstance(given, Tensor) else (given.residual, given)
 
