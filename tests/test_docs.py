@@ -78,6 +78,15 @@ for word in "${@:4}"; do
 done
 exec HELM template penstock "ROOT/$3" "${args[@]}" >/dev/null
 """
+CURL: Final = """\
+fail-with-body
+silent
+show-error
+retry = 20
+retry-delay = 1
+retry-all-errors
+"""
+"""What somebody sees as a failure is one here; a change that counts within a second is waited for."""
 KUBECTL: Final = """\
 #!/bin/bash
 case "$*" in *"get secret"*) printf %s "$KEY" | base64 -w0;; esac
@@ -132,7 +141,7 @@ class Terminal:
         }
         for name, text in commands.items():
             self._install(name, text)
-        (folder / ".curlrc").write_text("fail-with-body\nsilent\nshow-error\n")
+        (folder / ".curlrc").write_text(CURL)
         (folder / "values.yaml").write_text("{}\n")
 
     def _install(self, name: str, text: str) -> None:
