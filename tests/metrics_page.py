@@ -80,7 +80,7 @@ def rows() -> list[Row]:
     of_classes = {
         name: (0,) * len(ServiceClass) for name in CoreStats.__struct_fields__ if name.startswith("class_")
     }
-    values = [{**of_classes, "disk": ()}.get(name, 0) for name in CoreStats.__struct_fields__]
+    values = [{**of_classes, "disk": (), "states": ()}.get(name, 0) for name in CoreStats.__struct_fields__]
     stats = msgspec.convert(values, CoreStats)
     metrics.watch_core(lambda: CoreReading(stats, 0, 0, True))
     found = {PLACES: Row(PLACES, "gauge", ("phase",), PLACES_HELP)}

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).parent.parent
 STEPS = ("tests", "coverage", "guards", "torches", "processors", "console", "images")
@@ -51,3 +53,74 @@ def test_a_step_may_be_run_alone(checkout: Path) -> None:
     assert _nightly(checkout, "guards").returncode == 0
     assert _nightly(checkout, "guards", "torches").returncode == 1
     assert _nightly(checkout, "gards").returncode == 2
+
+
+# -- what a forge runs ----------------------------------------------------------------------------
+
+
+def _workflows() -> dict[str, dict[str, object]]:
+    return {
+        path.stem: yaml.safe_load(path.read_text()) for path in (ROOT / ".github/workflows").glob("*.yaml")
+    }
+
+
+def test_workflows_run_what_there_is() -> None:
+    text = "".join(path.read_text() for path in (ROOT / ".github/workflows").glob("*.yaml"))
+    named = set(re.findall(r"(?<![\w/])\.ci/\w+", text))
+    assert named == {".ci/run", ".ci/nightly", ".ci/wheels"}
+    for name in (*named, *re.findall(r"\b(?:gateway|engine)/Dockerfile", text)):
+        assert (ROOT / name).is_file(), name
+    nightly: dict[str, dict[str, dict[str, dict[str, list[str]]]]] = yaml.safe_load(
+        (ROOT / ".github/workflows/nightly.yaml").read_text()
+    )
+    assert tuple(nightly["jobs"]["step"]["strategy"]["matrix"]["step"]) == STEPS
+    assert 'imageRegistry: ""' in (ROOT / "helm/values.yaml").read_text(), "a release sets it"
+
+
+def test_a_workflow_may_do_no_more_than_it_needs() -> None:
+    for name, workflow in _workflows().items():
+        assert "permissions" in workflow, name
+
+
+# -- the changelog --------------------------------------------------------------------------------
+
+PAGE = """# Changes
+
+## Not released yet
+
+### New
+
+- **Old bullet.**
+
+## 0.1.0
+
+### New
+
+- **First.**
+"""
+
+
+def test_fragments_become_a_versions_part_of_the_changelog(tmp_path: Path) -> None:
+    for folder in (".ci", ".changes", "shared"):
+        (tmp_path / folder).mkdir()
+    shutil.copy(ROOT / ".ci/changelog", tmp_path / ".ci")
+    page = tmp_path / "shared/CHANGELOG.md"
+    page.write_text(PAGE)
+    (tmp_path / ".changes/a.new.md").write_text("- **A bullet.**\n")
+    (tmp_path / ".changes/b.gone.md").write_text("- **Another.**\n")
+    subprocess.run([tmp_path / ".ci/changelog", "0.2.0"], check=True, timeout=60)
+    assert re.findall(r"^(?:#|-).*", page.read_text(), re.MULTILINE) == [
+        *("# Changes", "## Not released yet", "## 0.2.0", "### New", "- **Old bullet.**", "- **A bullet.**"),
+        *("### Gone", "- **Another.**", "## 0.1.0", "### New", "- **First.**"),
+    ]
+    assert list((tmp_path / ".changes").iterdir()) == []
+    (tmp_path / ".changes/c.md").write_text("- **Of no kind.**\n")
+    done = subprocess.run([tmp_path / ".ci/changelog"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "c.md" in done.stderr
+
+
+def test_every_fragment_is_a_bullet_of_a_kind() -> None:
+    for path in (ROOT / ".changes").glob("*"):
+        assert re.fullmatch(r"[a-z-]+\.(new|changed|gone)\.md", path.name), path.name
+        assert path.read_text().startswith("- **"), path.name

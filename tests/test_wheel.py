@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import tarfile
 import tomllib
 import zipfile
 from pathlib import Path
@@ -27,6 +28,8 @@ STRANGERS = re.compile(
 )
 """What installs, or looks up, the distribution of another project."""
 TOLD = {".py", ".md", ".toml", ".yaml", ".tpl", ".sh", ".txt", ".js", ".html", ""}
+OF_THE_GATEWAY = {"gateway/hatch_hook.py", "gateway/pyproject.toml"}
+"""What makes the distribution of a gateway alone."""
 DEMO_FILES = {
     "engine/demo/__init__.py",
     "engine/demo/model/config.json",
@@ -40,18 +43,22 @@ DEMO_FILES = {
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wheel, as hatchling builds it of this checkout; kernels that are there are not compiled again."""
-    directory = tmp_path_factory.mktemp("wheel")
-    _uv(
-        "build",
-        "--wheel",
-        "--out-dir",
-        str(directory),
-        "--default-index",
-        "https://pypi.org/simple",
-        str(ROOT),
-    )
-    [file] = directory.glob("*.whl")
+    return _built(tmp_path_factory.mktemp("wheel"), ROOT, "--wheel")
+
+
+def _built(directory: Path, source: Path, kind: str) -> Path:
+    """The one file that a build of `source` makes."""
+    index = ("--default-index", "https://pypi.org/simple")
+    _uv("build", kind, "--out-dir", str(directory), *index, str(source))
+    [file] = [path for path in directory.iterdir() if path.suffix in (".whl", ".gz")]
     return file
+
+
+def _tracked(*packages: str) -> set[str]:
+    """All that git knows below packages, or would."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", *packages]
+    done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=60)
+    return set(done.stdout.split())
 
 
 def _uv(*arguments: str) -> None:
@@ -65,21 +72,42 @@ def _uv(*arguments: str) -> None:
 @pytest.mark.network
 def test_the_wheel_has_the_product_and_nothing_else(wheel: Path) -> None:
     """All that git knows below the three packages, whatever .gitignore leaves out, and the native kernels."""
-    tracked = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard", *PACKAGES],
-        cwd=ROOT,
-        check=True,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    ).stdout.split()
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
     files = {name for name in names if not name.startswith("penstock_llm-")}
     kernels = {name for name in files if name.startswith("engine/runtime/native/lib/")}
     assert kernels
+    tracked = _tracked(*PACKAGES) - OF_THE_GATEWAY
     assert files - kernels == {name for name in tracked if not name.startswith("engine/demo/train/")}
     assert {name for name in files if name.startswith("engine/demo/")} == DEMO_FILES
+
+
+@pytest.mark.slow
+@pytest.mark.network
+def test_a_gateway_is_installed_without_the_engine_its_kernels_and_the_demo_model(tmp_path: Path) -> None:
+    wheel = _built(tmp_path, ROOT / "gateway", "--wheel")
+    assert wheel.name.endswith("-py3-none-any.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = {name for name in archive.namelist() if ".dist-info/" not in name}
+        [metadata] = [name for name in archive.namelist() if name.endswith("/METADATA")]
+        told = archive.read(metadata).decode()
+    assert names == _tracked("gateway", "shared") - OF_THE_GATEWAY - {"gateway/Dockerfile"}
+    asked = {
+        re.split(r"[<>=;\[ ]", one)[0] for one in re.findall(r"^Requires-Dist: (.+)$", told, re.MULTILINE)
+    }
+    own = [*PYPROJECT["project"]["dependencies"], *PYPROJECT["project"]["optional-dependencies"]["gateway"]]
+    assert {re.split(r"[<>=;\[ ]", one)[0] for one in own} <= asked
+    assert "torch" not in asked
+    assert f"\nVersion: {PYPROJECT['project']['version']}\n" in told
+
+
+@pytest.mark.slow
+@pytest.mark.network
+def test_the_source_has_what_a_wheel_is_made_of(tmp_path: Path) -> None:
+    with tarfile.open(_built(tmp_path, ROOT, "--sdist")) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert _tracked(*PACKAGES) - OF_THE_GATEWAY <= names
+    assert not [name for name in names if name.endswith(".so")]
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections.abc import Iterable, Iterator, Mapping
 from http import HTTPStatus
 from typing import Any, Final, get_origin
@@ -15,7 +14,7 @@ from gateway.endpoints.table import ENDPOINTS
 from shared.apis.message_answers import OVERLOADED
 from shared.apis.nothing import LOOKED_INTO
 from shared.apis.request import Request
-from shared.process.build import DISTRIBUTION
+from shared.process.build import UNKNOWN, version
 from shared.process.docstrings import field_docstrings
 from shared.wire.errors import ApiError, InvalidRequest
 
@@ -28,14 +27,8 @@ Json = dict[str, Any]
 
 def info(title: str, description: str) -> Json:
     """The head of a document: its title, and the version that it is of."""
-    return {"title": title, "version": _version(), "description": description}
-
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version(DISTRIBUTION)
-    except importlib.metadata.PackageNotFoundError:  # run from its source
-        return "0"
+    known = version()
+    return {"title": title, "version": "0" if known == UNKNOWN else known, "description": description}
 
 
 # -- schemas --------------------------------------------------------------------------------------

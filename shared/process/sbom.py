@@ -16,7 +16,7 @@ from typing import Final
 import msgspec
 from msgspec import Struct
 
-from shared.process.build import DISTRIBUTION
+from shared.process.build import DISTRIBUTION, OF_GATEWAY
 
 
 class License(Struct, frozen=True, omit_defaults=True):
@@ -69,7 +69,7 @@ def bom(packages: Iterable[importlib.metadata.Distribution]) -> Bom:
     """The document about these packages, one of which is Penstock."""
     by_purl = {one.purl: one for one in map(component, packages)}
     components = [by_purl[purl] for purl in sorted(by_purl)]
-    own = next(one for one in components if one.name == DISTRIBUTION)
+    own = next(one for one in components if one.name in (DISTRIBUTION, OF_GATEWAY))
     rest = [one for one in components if one is not own]
     return Bom("CycloneDX", "1.5", 1, Metadata(msgspec.structs.replace(own, type="application")), rest)
 

@@ -311,7 +311,7 @@ services:
     environment:
       PENSTOCK_GATEWAY_ADMIN__KEYS: '[{{id = "ship", hash = "{hash_key(OPERATOR)}"}}]'
 """
-"""An operator for the run: compose.yaml has none."""
+"""An operator for the run: that of compose.yaml is in its volume."""
 
 
 def compose(home: Path) -> None:
@@ -356,6 +356,12 @@ def compose(home: Path) -> None:
         assert made.returncode == 0, made.stderr
         key = json.loads(made.stdout.splitlines()[-1])["key"]
         said(f"compose: {', '.join(SERVICES)} are up; a key was made in Redis")
+        run("up", "-d", "--no-deps", "--no-build", "first-token")
+        until(
+            lambda: "Penstock is ready." in podman("logs", "penstock_first-token_1", check=False),
+            "the last line of compose",
+        )
+        said("compose: the first token came, and how to ask for the next was told")
         asked(one["gateway"], one["prometheus"], key)
         traced(one["gateway"], [one[name] for name in SERVICES[2:5]], key)
     finally:

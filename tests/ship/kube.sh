@@ -14,7 +14,7 @@ servers="${KUBE_SERVERS:-$built}"
 state="$(mktemp -d)"
 "$servers/start" "$state" "${KUBE_PORT:-22379}" >"$state.log" 2>&1 &
 starter=$!
-trap 'kill $starter 2>/dev/null; wait $starter 2>/dev/null; rm -rf "$state" "$state.log"' EXIT
+trap 'kill $starter 2>/dev/null; wait $starter 2>/dev/null || true; rm -rf "$state" "$state.log"' EXIT
 for _ in $(seq 180); do
     grep -q '^ready:' "$state.log" && break
     kill -0 $starter 2>/dev/null || { cat "$state.log" >&2; exit 1; }

@@ -3,7 +3,9 @@ has a default that .env.example shows."""
 
 from __future__ import annotations
 
+import json
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +13,16 @@ import pytest
 import yaml
 
 from gateway.config.whole import load
+from gateway.identity.keys import hash_key
+from helm.compose import first_token, start
 from tests.ship.gateway_memory import container_max, size
 
 ROOT = Path(__file__).parent.parent.parent
 TEXT = (ROOT / "compose.yaml").read_text()
 SERVICES: dict[str, dict[str, Any]] = yaml.safe_load(TEXT)["services"]
 OURS = {name for name in SERVICES if name.startswith(("gateway", "engine"))}
+ENDS = {"first-token"}
+"""What ends by itself, in the gateway's image."""
 GATEWAY_FILES = sorted((ROOT / "helm/compose").glob("gateway*.toml"))
 
 
@@ -36,11 +42,11 @@ def test_every_service_is_limited_and_confined(name: str) -> None:
     assert service["security_opt"] == ["no-new-privileges:true"]
     assert "privileged" not in service
     assert service["logging"]["options"]["max-size"]
-    if name not in OURS:  # ours have a user of their own
+    if name not in OURS | ENDS:  # ours have a user of their own
         assert re.fullmatch(r"[1-9]\d*:[1-9]\d*", service["user"])
 
 
-@pytest.mark.parametrize("name", SERVICES)
+@pytest.mark.parametrize("name", SERVICES.keys() - ENDS)
 def test_every_service_is_watched(name: str) -> None:
     check = SERVICES[name]["healthcheck"]
     assert check["test"][0] == "CMD"
@@ -56,7 +62,7 @@ def test_every_image_is_pinned(name: str) -> None:
     assert "/" in host, "a registry is named"
     assert tag not in ("", "latest")
     assert ("build" in SERVICES[name]) == (name in OURS)
-    assert name in OURS or re.search(r"\d+\.\d+\.\d+", tag)
+    assert name in OURS | ENDS or re.search(r"\d+\.\d+\.\d+", tag)
 
 
 def test_a_service_starts_after_what_it_needs() -> None:
@@ -112,3 +118,23 @@ def test_the_grace_of_a_stop_is_longer_than_the_drain() -> None:
     for name in OURS - {"gateway"}:
         drain_s = float(SERVICES[name]["environment"]["PENSTOCK_ENGINE_DRAIN_TIMEOUT_S"])
         assert drain_s < float(SERVICES[name]["stop_grace_period"].removesuffix("s"))
+
+
+def test_the_first_start_makes_keys_and_the_next_has_the_same(tmp_path: Path) -> None:
+    made = start.kept(tmp_path / "keys.json")
+    assert start.kept(tmp_path / "keys.json") == made
+    assert (tmp_path / "keys.json").stat().st_mode & 0o777 == 0o600
+    for file in GATEWAY_FILES:
+        config = load(file, start.variables(made))
+        assert [key.hash for key in config.keys] == [hash_key(made["api"])]
+        assert [key.hash for key in config.admin.keys] == [hash_key(made["admin"])]
+
+
+def test_the_last_line_has_the_published_ports_and_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("GATEWAY_PORT", "ADMIN_PORT", "GRAFANA_PORT"):
+        monkeypatch.setenv(name, value(SERVICES["first-token"]["environment"][name]))
+    *_, curl = first_token.told({"api": "sk_a", "admin": "sk_b"}, "demo").strip().splitlines()
+    words = shlex.split(curl)
+    assert words[:3] == ["curl", "-N", "http://127.0.0.1:8000/v1/chat/completions"]
+    assert "Authorization: Bearer sk_a" in words
+    assert json.loads(words[-1])["model"] == "demo"
