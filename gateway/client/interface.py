@@ -7,7 +7,7 @@ aiohttp's objects have these shapes (`gateway.client.connection.ReadsInTurn`, it
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Protocol
 
 from gateway.client.blocked import Blocked
@@ -85,7 +85,7 @@ class Sink(Outlet, Protocol):
     finished: bool
     slow_client_s: float
     """The time within which what is written must be read, in seconds."""
-    blocked: Sequence[Blocked]
+    blocked: list[Blocked]
     """The times in which room was waited for."""
 
     @property

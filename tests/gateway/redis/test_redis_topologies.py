@@ -79,7 +79,7 @@ async def test_usage_on_every_node_is_found(cluster: Cluster) -> None:
 
 
 async def test_stored_responses_are_on_their_tenants_nodes(cluster: Cluster) -> None:
-    settings = RedisConfig(url=cluster.url, cluster=True, connect_s=0.5, key_prefix="test")
+    settings = RedisConfig(url=cluster.url, cluster=True, key_prefix="test")
     store = open_responses(ResponsesConfig("redis"), settings, {})
     await store.begin()
     tenants = [TenantId(name) for name in cluster.tenants]
