@@ -53,8 +53,10 @@ class Sink(Protocol):
     """True if each piece of the answer is a chunk of HTTP/1.1."""
     slow_client_s: float
     """The time within which what is written must be read, in seconds."""
-    blocked: Sequence[Blocked]
-    """The times in which room was waited for."""
+
+    @property
+    def blocked(self) -> Sequence[Blocked]:
+        """The times in which room was waited for."""
 
     @property
     def is_gone(self) -> bool:
