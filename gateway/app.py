@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
 from functools import cached_property, partial
@@ -41,6 +41,7 @@ from gateway.listen.listener import BoundedServer, Listening, listen
 from gateway.listen.listener_tls import ListenerTls, tls_of
 from gateway.openapi import public as openapi
 from gateway.operators.chats import Chats
+from gateway.operators.elsewhere import Elsewhere
 from gateway.operators.engines import EnginesApi
 from gateway.operators.key_uses import KeyUsesApi
 from gateway.operators.keys import DirectoryRoutes
@@ -52,6 +53,7 @@ from gateway.operators.requests import RequestsApi
 from gateway.operators.server import Admin
 from gateway.operators.stored import StoredApi
 from gateway.operators.tenant_limits import LimitsApi
+from gateway.operators.together import OperatorAnswer
 from gateway.operators.usage import UsageReports
 from gateway.relay import checked_bundles
 from gateway.relay.engines import Engines, Replies
@@ -69,7 +71,7 @@ from gateway.routing.replicas import Replicas
 from gateway.stored.keeping import KeptResponses
 from gateway.stored.memory import MemoryResponses
 from gateway.stored.responses import ResponseStore
-from gateway.workers.channel import Answer, Door, WorkerStart, listen_on
+from gateway.workers.channel import Door, WorkerStart, listen_on
 from gateway.workers.siblings import Siblings
 from shared.fairness.fair_share import FairShare
 from shared.fairness.fair_threads import FairThreads
@@ -261,22 +263,19 @@ class Gateway:
             stack.push_async_callback(peers.aclose)
             self._edge.end_at_others = peers.end
             await stack.enter_async_context(Background({"gateways": peers.members.keep}, self._clock))
-        admin = self._admin(peers).handle
+        siblings = None
         if self._worker is not None:
-            await self._join(stack, self._worker, admin)
+            siblings = Siblings(self._worker.socket)
+            stack.push_async_callback(siblings.aclose)
+            self._edge.end_elsewhere = siblings.end
+        admin = self._admin(peers, siblings).handle
+        if self._worker is not None:
+            door = Door(self._health, self.live.__len__, self._refresh, self.replicas, self._end, admin)
+            await listen_on(stack, door, self._worker.socket)
         elif port is not None:
             port = self.admin_port = await listen_for_operators(stack, admin, self.config, self._admin_tls)
         if peers is not None and port:
             await peers.members.listens(port)
-
-    async def _join(self, stack: AsyncExitStack, worker: WorkerStart, admin: Answer) -> None:
-        """Open this worker's end of the channel to the supervisor, and to the other workers."""
-        live = self.live.__len__
-        door = Door(self._health, live, self._refresh, self.replicas, self._end, admin)
-        siblings = Siblings(worker.socket)
-        stack.push_async_callback(siblings.aclose)
-        self._edge.end_elsewhere = siblings.end
-        await listen_on(stack, door, worker.socket)
 
     def _end(self, tenant: TenantId, request_id: RequestId) -> int:
         """End a tenant's requests of this id, as their caller told another worker."""
@@ -288,7 +287,18 @@ class Gateway:
         bounds = limits, config.timeouts
         return BoundedServer(edge.handle, edge.refuse_unparsed, *bounds, self._known, self._turns)
 
-    def _admin(self, peers: Peers | None) -> Admin:
+    def _elsewhere(self, peers: Peers | None, siblings: Siblings | None) -> Elsewhere:
+        """The requests that other gateways and workers have."""
+
+        async def beside(operator: KeyId, target: str, within_s: float) -> Sequence[OperatorAnswer]:
+            assert siblings is not None
+            [digest, *_] = self.accounts.now.operators.digests(operator)
+            return await siblings.told(digest, target, within_s)
+
+        others = [] if peers is None else [peers.told_by_others]
+        return Elsewhere(*others, *([] if siblings is None else [beside]))
+
+    def _admin(self, peers: Peers | None, siblings: Siblings | None = None) -> Admin:
         """The handlers for operators."""
         quotas, clock = self._guarded or self.quotas, self._clock
         is_kept = self.billing.is_recounted or not isinstance(self.quotas, MemoryStore)
@@ -297,7 +307,7 @@ class Gateway:
             UsageReports(quotas, self.accounts, clock, is_kept=is_kept).table,
             LimitsApi(quotas, self.accounts, self.live).table,
             ReplicaRoutes(self.replicas).table,
-            RequestsApi(self.live, self._recorder, clock).table,
+            RequestsApi(self.live, self._recorder, clock, self._elsewhere(peers, siblings)).table,
             self._figures.table,
             self._overview.table,
             KeyUsesApi(self._key_uses or KeyUses(), clock).table,

@@ -194,7 +194,10 @@ GATEWAY_LEVELS = (
         "request.pace",
         "request.told_windows",
     },
-    {"request.exchange", "directory", "operators.usage", "operators.replicas", "request.model_lists"},
+    {
+        *("request.exchange", "directory", "operators.usage", "operators.replicas", "request.model_lists"),
+        *("operators.asking", "operators.elsewhere"),
+    },
     {
         *(
             "operators.keys",
@@ -282,7 +285,7 @@ AIOHTTP_IN_THE_GATEWAY = {
 }
 """The rooms of the gateway that know of aiohttp, and the edge in `gateway.request`. No stage of a request is
 among them, so that a caller needs no socket."""
-CLIENT_FOR_STAGES = {"body", "deadlines", "interface"}
+CLIENT_FOR_STAGES = {"blocked", "body", "deadlines", "interface"}
 """The modules of `gateway.client` by which the others know the client's end of a request."""
 
 

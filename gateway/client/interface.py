@@ -7,7 +7,7 @@ aiohttp's objects have these shapes (`gateway.client.connection.ReadsInTurn`, it
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from gateway.client.blocked import Blocked
@@ -85,8 +85,11 @@ class Sink(Outlet, Protocol):
     finished: bool
     slow_client_s: float
     """The time within which what is written must be read, in seconds."""
-    blocked: list[Blocked]
-    """The times in which room was waited for."""
+
+    @property
+    def blocked(self) -> Sequence[Blocked]:
+        """The times in which room was waited for."""
+        ...
 
     @property
     def is_gone(self) -> bool:

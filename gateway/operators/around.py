@@ -4,7 +4,9 @@ caller's SDK before it.
 Rules:
 
 1. It is for operators alone: it names other tenants and their requests.
-2. It looks at what this gateway has, which is not all that an engine does.
+2. It looks at what this gateway has, and where that may matter at what others have
+   (`gateway.operators.elsewhere`). Of a live request it tells what this one has alone: it is asked for every
+   second.
 3. It is bounded: of what is kept `LOOKED_MAX` requests are looked at, and others have their turn in between.
 """
 
@@ -38,7 +40,7 @@ async def looked_at(kept: Iterator[RequestSummary], since: datetime) -> list[Req
     """The completed requests that ended later than this, of those that are kept, the newest first."""
     found: list[RequestSummary] = []
     for one in kept:
-        if one.began_at + timedelta(milliseconds=one.total_ms) < since or len(found) == LOOKED_MAX:
+        if one.began_at + lasted(one) < since or len(found) == LOOKED_MAX:
             break
         found.append(one)
         if len(found) % AT_ONCE == 0:
@@ -56,6 +58,17 @@ def told(record: RequestRecord, others: Sequence[RequestSummary]) -> RequestReco
         found.append(_before(record.summary, tries))
     found.sort(key=lambda one: -one.ms)
     return msgspec.structs.replace(record, causes=tuple(one.text for one in found))
+
+
+def ask_elsewhere(records: Iterable[RequestRecord]) -> bool:
+    """True if what others have may tell more: of a wait in a queue, or of tries before."""
+    lines = [record.line for record in records if record.line is not None]
+    return any(line.retry or any(one.part == QUEUE for one in reasons(line)) for line in lines)
+
+
+def lasted(one: RequestSummary) -> timedelta:
+    """How long a request took."""
+    return timedelta(milliseconds=one.total_ms)
 
 
 def since_of(record: RequestRecord) -> datetime:
@@ -76,7 +89,7 @@ def ahead_of(record: RequestRecord, others: Iterable[RequestSummary]) -> list[Re
     ended = began + timedelta(milliseconds=queue.takes_ms)
     found: list[tuple[timedelta, RequestSummary]] = []
     for one in others:
-        over = one.began_at + timedelta(milliseconds=one.total_ms)
+        over = one.began_at + lasted(one)
         shared = min(ended, over) - max(began, one.began_at)
         is_same = one.request_id == own.request_id and one.number == own.number
         if one.replica == own.replica and one.began_at < ended and shared > timedelta() and not is_same:
@@ -130,7 +143,7 @@ def earlier_tries(own: RequestSummary, others: Sequence[RequestSummary]) -> list
 
 
 def _is_try_before(one: RequestSummary, at: RequestSummary, retry: int) -> bool:
-    pause = at.began_at - (one.began_at + timedelta(milliseconds=one.total_ms))
+    pause = at.began_at - (one.began_at + lasted(one))
     return (
         (one.retry or 0) == retry
         and (one.status or 0) >= ERROR

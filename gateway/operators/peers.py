@@ -20,6 +20,7 @@ import hmac
 import re
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Final
 from urllib.parse import quote
@@ -27,15 +28,14 @@ from urllib.parse import quote
 import aiohttp
 import msgspec
 from aiohttp import web
-from multidict import CIMultiDict
-from yarl import URL
 
 from gateway.client.responses import error_response, json_response
 from gateway.identity.caller import Principal
 from gateway.identity.keys import KeyTable
+from gateway.operators.asking import Ask, ask_each, read_answer, whole_of, without_known
 from gateway.operators.operations import Operation
-from gateway.operators.together import OperatorAnswer, PartOf, is_same, limit_of, to_ask_again, together
-from gateway.operators.versions import ETAG, KNOWN, etag_of_all, unchanged, version_of
+from gateway.operators.together import OperatorAnswer, PartOf, is_same, limit_of
+from gateway.operators.versions import KNOWN, unchanged, version_of
 from shared.apis.requests import AbortResponse
 from shared.process import logs
 from shared.process.clock import SYSTEM_CLOCK, Clock
@@ -103,96 +103,77 @@ class Peers:
         others = self.members.others
         if not others:
             return await own(request)
-        asked: dict[str | None, GatewayMember | None] = {None: None}
-        asked |= {member.name: member for member in others}
-        answers = await self._round(asked, request, operator, own)
-        is_whole = len(answers) == len(asked)
-        if again := to_ask_again(answers, is_whole=is_whole):
-            anew = request.clone(headers=_without(request.headers, KNOWN))
-            late = await self._round({name: asked[name] for name in again}, anew, operator, own)
-            answers = {name: one for name, one in answers.items() if name not in again} | late
-        silent = [name for name in asked if name is not None and name not in answers]
-        whole = together(answers, silent, operation.merges, limit_of(request.query), PartOf.GATEWAY)
+
+        async def here(anew: bool) -> OperatorAnswer:
+            asked = request.clone(headers=without_known(request.headers)) if anew else request
+            try:
+                return _answer(await own(asked))
+            except NotFound as error:
+                return _answer(error_response(error, {}))
+
+        method = "GET" if request.method == "HEAD" else request.method
+        passed = {name: request.headers[name] for name in _PASSED if name in request.headers}
+        elsewhere = self._asks((method, request.raw_path), operator, passed, ANSWER_S)
+        asks: dict[str | None, Ask] = {None: here, **elsewhere}
+        answers, known = await ask_each(asks), request.headers.get(KNOWN, "")
+        limit = limit_of(request.query)
+        whole = await whole_of(asks, answers, operation.merges, limit, PartOf.GATEWAY, known)
+        assert whole is not None, "this one has answered"
         if is_same(whole):
-            return unchanged({ETAG: request.headers[KNOWN]})
-        return json_response(whole.status, whole.body, etag_of_all([whole.headers]))
+            return unchanged(whole.headers)
+        return json_response(whole.status, whole.body, version_of(whole.headers))
 
     async def end(self, tenant: TenantId, request_id: RequestId) -> int:
         """End a tenant's requests of this id at the other gateways. Returns how many that were, as far as
         they say so."""
-        others, operator = self.members.others, self._keys().any_working(self._clock.wall())
-        if not others or operator is None:
+        operator = self._keys().any_working(self._clock.wall())
+        if operator is None:
             return 0
         target = f"/admin/v1/requests/{request_id}?tenant={quote(tenant, safe='')}"
-        asked = (self._ask(one, "DELETE", target, {}, operator, len(others)) for one in others)
-        told = [answer for answer in await asyncio.gather(*asked) if answer is not None]
-        return sum(_aborted(answer) for answer in told)
+        told = await ask_each(self._asks(("DELETE", target), operator, {}, ANSWER_S))
+        return sum(map(_aborted, told.values()))
 
-    async def _round(
-        self,
-        asked: Mapping[str | None, GatewayMember | None],
-        request: web.BaseRequest,
-        operator: KeyId,
-        own: Own,
-    ) -> dict[str | None, OperatorAnswer]:
-        """The answers of those that give one, by their names. None is this gateway."""
-        answers: dict[str | None, OperatorAnswer] = {}
-        if None in asked:
-            try:
-                answers[None] = _answer(await own(request))
-            except NotFound as error:
-                answers[None] = _answer(error_response(error, {}))
-        others = [member for member in asked.values() if member is not None]
-        method, target = "GET" if request.method == "HEAD" else request.method, request.raw_path
-        passed = {name: request.headers[name] for name in _PASSED if name in request.headers}
-        asking = (self._ask(one, method, target, passed, operator, len(others)) for one in others)
-        told = await asyncio.gather(*asking)
-        for member, answer in zip(others, told, strict=True):
-            if answer is not None:
-                answers[member.name] = answer
-        return answers
+    async def told_by_others(self, operator: KeyId, target: str, within_s: float) -> list[OperatorAnswer]:
+        """The answers of the other gateways to a question of this one's own, for an operator."""
+        return [*(await ask_each(self._asks(("GET", target), operator, {}, within_s))).values()]
+
+    def _asks(
+        self, asked: tuple[str, str], operator: KeyId, headers: Mapping[str, str], within_s: float
+    ) -> dict[str | None, Ask]:
+        """Asks the others this, which is a method and a target, each by its name."""
+        others = self.members.others
+        bounds = ANSWERS_LEN_MAX // max(1, len(others)), within_s
+        return {one.name: partial(self._ask, one, asked, operator, headers, bounds) for one in others}
 
     async def _ask(
         self,
         member: GatewayMember,
-        method: str,
-        target: str,
-        passed: Mapping[str, str],
+        asked: tuple[str, str],
         operator: KeyId,
-        count: int,
+        passed: Mapping[str, str],
+        bounds: tuple[int, float],
+        anew: bool,
     ) -> OperatorAnswer | None:
         """A gateway's answer; None where it has none, or refuses."""
+        (method, target), (len_max, within_s) = asked, bounds
         at_s = int(self._clock.wall())
         [digest, *_] = self._keys().digests(operator)
         proof = proof_of(digest, member.url, method, target, at_s)
-        headers = {PROOF_HEADER: f"{operator} {at_s} {proof}", **passed}
+        headers = {PROOF_HEADER: f"{operator} {at_s} {proof}", **(without_known(passed) if anew else passed)}
+        if self._session is None:
+            self._session = aiohttp.ClientSession(auto_decompress=False)
+        known = True if member.cert is None else aiohttp.Fingerprint(bytes.fromhex(member.cert))
+        url = f"{member.url}{target}"
         try:
-            async with asyncio.timeout(ANSWER_S):
-                answer = await self._read(member, method, target, headers, ANSWERS_LEN_MAX // count)
+            async with asyncio.timeout(within_s):
+                answer = await read_answer(self._session, method, url, len_max, headers=headers, ssl=known)
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
             log.warning("gateway.silent", gateway=member.name, reason=str(error) or type(error).__name__)
             return None
         if answer.status not in (HTTPStatus.OK, HTTPStatus.NOT_MODIFIED, HTTPStatus.NOT_FOUND):
             log.warning("gateway.silent", gateway=member.name, reason=f"it answered {answer.status}")
             return None
-        return answer
-
-    async def _read(
-        self, member: GatewayMember, method: str, target: str, headers: Mapping[str, str], len_max: int
-    ) -> OperatorAnswer:
-        if self._session is None:
-            self._session = aiohttp.ClientSession(auto_decompress=False)
-        known = True if member.cert is None else aiohttp.Fingerprint(bytes.fromhex(member.cert))
-        url = URL(f"{member.url}{target}", encoded=True)
-        async with self._session.request(
-            method, url, headers=headers, allow_redirects=False, ssl=known
-        ) as answer:
-            read = bytearray()
-            async for piece in answer.content.iter_any():
-                read += piece
-                if len(read) > len_max:
-                    raise ValueError(f"its answer has more than {len_max} bytes")
-            return OperatorAnswer(answer.status, version_of(answer.headers), bytes(read))
+        return OperatorAnswer(answer.status, version_of(answer.headers), answer.body)
 
 
 def _aborted(answer: OperatorAnswer) -> int:
@@ -205,7 +186,3 @@ def _answer(response: web.Response) -> OperatorAnswer:
     body = response.body or b""
     assert isinstance(body, bytes)
     return OperatorAnswer(response.status, version_of(response.headers), body)
-
-
-def _without(headers: Mapping[str, str], name: str) -> CIMultiDict[str]:
-    return CIMultiDict((one, value) for one, value in headers.items() if one.lower() != name)

@@ -36,6 +36,7 @@ from msgspec import Struct
 
 from gateway.client.responses import json_response
 from gateway.operators import around
+from gateway.operators.elsewhere import NOBODY, Elsewhere
 from gateway.operators.operations import (
     SILENT,
     Asks,
@@ -57,6 +58,7 @@ from shared.trace.request_text import record_text
 from shared.trace.why import so_far
 from shared.wire.end_reason import MEANINGS, EndReason
 from shared.wire.errors import NotFound
+from shared.wire.ids import KeyId
 
 REQUESTS: Final = "/admin/v1/requests"
 REQUEST: Final = "/admin/v1/requests/{id}"
@@ -153,7 +155,14 @@ def parse(asked: Mapping[str, Any]) -> RequestsQuery:
 class RequestsApi:
     """The handlers."""
 
-    def __init__(self, live: LiveRequests, recorder: Recorder, clock: Clock = SYSTEM_CLOCK) -> None:
+    def __init__(
+        self,
+        live: LiveRequests,
+        recorder: Recorder,
+        clock: Clock = SYSTEM_CLOCK,
+        elsewhere: Elsewhere = NOBODY,
+    ) -> None:
+        self._elsewhere: Final = elsewhere
         self._live: Final = live
         self._recorder: Final = recorder
         self._clock: Final = clock
@@ -210,11 +219,27 @@ class RequestsApi:
         done = self._recorder.find(asked.id, SAME_ID_MAX - len(live))
         if done:
             others = await around.looked_at(self._recorder.newest_first(), min(map(around.since_of, done)))
-            done = [around.told(record, [*others, *lives]) for record in done]
+            others += lives
+            if around.ask_elsewhere(done):
+                others += await self._of_elsewhere(done, asked.operator.key)
+            done = [around.told(record, others) for record in done]
         found = (*live, *done)
         if not found:
             raise NotFound(_not_kept(asked.id, self._recorder.since))
         return _json(RequestRecords(tuple(map(_worded, found))))
+
+    async def _of_elsewhere(self, done: Sequence[RequestRecord], operator: KeyId) -> list[RequestSummary]:
+        """What others have of the time of these records, and of their callers' tries before them."""
+        until = _moment(max(one.summary.began_at + around.lasted(one.summary) for one in done))
+        since = _moment(min(one.summary.began_at for one in done))
+        asks = [self._elsewhere.requests(operator, REQUESTS, since=since, until=until)]
+        tried = next((one for one in done if one.summary.retry), None)
+        if tried is not None:
+            before, tenant = _moment(around.since_of(tried)), tried.summary.tenant
+            asks.append(
+                self._elsewhere.requests(operator, REQUESTS, since=before, until=since, tenant=tenant)
+            )
+        return [one for some in await asyncio.gather(*asks) for one in some]
 
     def page(self, query: RequestsQuery, lives: Iterable[RequestSummary]) -> RequestPage:
         """The requests that are asked for, of those that live and those that are kept."""
@@ -277,6 +302,10 @@ class RequestsApi:
             causes=tuple(one.text for one in causes),
             ticks=ticks,
         )
+
+
+def _moment(at: datetime) -> str:
+    return at.astimezone(UTC).isoformat().replace("+00:00", "Z")
 
 
 def _not_kept(request_id: str, since: KeptSince) -> str:

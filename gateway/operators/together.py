@@ -95,12 +95,6 @@ def is_same(answer: OperatorAnswer) -> bool:
     return answer.status == HTTPStatus.NOT_MODIFIED
 
 
-def to_ask_again(answers: Mapping[Of, OperatorAnswer], *, is_whole: bool) -> list[Of]:
-    """Those whose answers have not changed, but are needed, since others' have, or are missing."""
-    same = [of for of, answer in answers.items() if is_same(answer)]
-    return [] if is_whole and len(same) == len(answers) else same
-
-
 def limit_of(query: Mapping[str, str]) -> int:
     """The entries that a page may have, by what was asked for."""
     text = query.get("limit", "")

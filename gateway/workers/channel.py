@@ -26,10 +26,10 @@ import aiohttp
 import msgspec
 from aiohttp import web
 from msgspec import Struct
-from yarl import URL
 
 from gateway.client.heads import path_of
 from gateway.client.responses import json_response
+from gateway.operators.asking import ANSWER_LEN_MAX, read_answer
 from gateway.operators.together import OperatorAnswer
 from gateway.workers import metrics
 from shared.process.listening import CLOSE_GRACE_S, http1_options
@@ -47,8 +47,6 @@ DRAINED: Final = "/worker/drained"
 ENDED: Final = "/worker/ended"
 ANSWER_S: Final = 5.0
 """How long a worker may take to answer the supervisor, in seconds."""
-ANSWER_LEN_MAX: Final = 64 * 1024 * 1024
-"""Bytes of an answer that the supervisor reads."""
 IDLE_S: Final = 3600.0
 """The time for which the supervisor's connection is kept while nothing is asked, in seconds."""
 
@@ -223,17 +221,9 @@ class WorkerClient:
 
     async def ask(self, method: str, target: str, headers: Mapping[str, str], body: bytes) -> OperatorAnswer:
         """Send a request. `target` is the path and the query as they were sent."""
-        url = URL(f"http://worker{target}", encoded=True)
+        url = f"http://worker{target}"
         try:
-            async with self._session.request(
-                method, url, headers=headers, data=body, allow_redirects=False
-            ) as answer:
-                read = bytearray()
-                async for piece in answer.content.iter_any():
-                    read += piece
-                    if len(read) > ANSWER_LEN_MAX:
-                        raise WorkerSilent(f"its answer has more than {ANSWER_LEN_MAX} bytes")
-                return OperatorAnswer(answer.status, dict(answer.headers), bytes(read))
+            return await read_answer(self._session, method, url, ANSWER_LEN_MAX, headers=headers, data=body)
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
             raise WorkerSilent(f"{type(error).__name__}: {error}") from None
 

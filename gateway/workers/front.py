@@ -18,6 +18,7 @@ import asyncio
 import re
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from http import HTTPStatus
 from typing import Final
 
@@ -27,6 +28,7 @@ from aiohttp import web
 from gateway.client.connection import serves
 from gateway.client.heads import check, path_of
 from gateway.client.responses import error_response, probe_response
+from gateway.operators.asking import Ask, ask_each, whole_of, without_known
 from gateway.operators.gate import Gate
 from gateway.operators.keys import read_operator_body
 from gateway.operators.openapi import PATH as DOCUMENT
@@ -42,8 +44,8 @@ from gateway.operators.server import (
     RELOAD,
     secure,
 )
-from gateway.operators.together import OperatorAnswer, is_same, limit_of, to_ask_again, together
-from gateway.operators.versions import ETAG, KNOWN
+from gateway.operators.together import OperatorAnswer, PartOf, limit_of, together
+from gateway.operators.versions import KNOWN
 from gateway.workers.answers import asks_of, operation_at
 from gateway.workers.channel import WorkerSilent
 from gateway.workers.metrics import registry_of
@@ -205,7 +207,7 @@ class Front:
         match asks := asks_of(operation, shares_usage=self._shares_usage):
             case Asks.EVERY:
                 assert operation is not None
-                answer = await self._every(places, asked, operation, limit_of(request.rel_url.query))
+                answer = await self._every(asked, operation, limit_of(request.rel_url.query))
             case Asks.CHANGE:
                 answer = await self._change(places, asked)
             case _:
@@ -231,73 +233,47 @@ class Front:
         silent = [place.index for place, ok in zip(others, refreshed, strict=True) if not ok]
         return together({places[0].index: answer}, silent, {})
 
-    async def _every(
-        self, places: Sequence[Place], asked: _Asked, operation: Operation, limit: int
-    ) -> OperatorAnswer:
+    async def _every(self, asked: _Asked, operation: Operation, limit: int) -> OperatorAnswer:
         """The answer of all. The first asks the other gateways, too."""
-        told: dict[int, OperatorAnswer] = {}
-        everybody = {*places}
-        method, target, headers, body = asked
-        while places:
+        places = {place.index: place for place in self._supervisor.places}
+        serving = {index for index, place in places.items() if place.client is not None}
+        asks: dict[int, Ask] = {index: partial(_asked, place, asked) for index, place in places.items()}
+        if serving:
+            method, target, headers, body = asked
             others = method, target, {**headers, OTHERS_HEADER: "1"}, body
-            asks = (_asked(place, asked if told or at else others) for at, place in enumerate(places))
-            answers = await asyncio.gather(*asks)
-            answered = zip(places, answers, strict=True)
-            told |= {place.index: one for place, one in answered if one is not None}
-            places = await self._late(asked, everybody)
-            everybody.update(places)
-        if not told:
+            asks[min(serving)] = partial(_asked, places[min(serving)], others)
+        answers = await ask_each(asks)
+        while late := await self._late(asked, serving):
+            serving |= late
+            answers |= await ask_each({index: asks[index] for index in late})
+        known = asked[2].get(KNOWN, "")
+        whole = await whole_of(asks, answers, operation.merges, limit, PartOf.WORKER, known)
+        if whole is None:
             raise _nobody()
-        silent = [place.index for place in self._supervisor.places if place.index not in told]
-        if again := to_ask_again(told, is_whole=not silent):
-            return await self._anew(told, again, asked, operation, limit)
-        whole = together(told, silent, operation.merges, limit)
-        return OperatorAnswer(whole.status, {ETAG: headers[KNOWN]}, b"") if is_same(whole) else whole
+        return whole
 
-    async def _anew(
-        self,
-        told: Mapping[int, OperatorAnswer],
-        again: Collection[int],
-        asked: _Asked,
-        operation: Operation,
-        limit: int,
-    ) -> OperatorAnswer:
-        """The answer of all, of whom some, whose part has not changed, are asked to tell it all the same."""
-        method, target, headers, body = asked
-        anew = method, target, {name: text for name, text in headers.items() if name != KNOWN}, body
-        others = method, target, {**anew[2], OTHERS_HEADER: "1"}, body
-        first = next(iter(told))
-        places = [place for place in self._supervisor.places if place.index in again]
-        asks = (_asked(place, others if place.index == first else anew) for place in places)
-        late = zip(places, await asyncio.gather(*asks), strict=True)
-        whole = {index: one for index, one in told.items() if index not in again}
-        whole |= {place.index: one for place, one in late if one is not None}
-        if not whole:
-            raise _nobody()
-        silent = [place.index for place in self._supervisor.places if place.index not in whole]
-        return together(whole, silent, operation.merges, limit)
-
-    async def _late(self, asked: _Asked, everybody: Collection[Place]) -> Sequence[Place]:
+    async def _late(self, asked: _Asked, known: Collection[int]) -> set[int]:
         """The workers that have begun to serve while replicas were changed. The supervisor learns of the
         change first, so that one which begins after this knows it."""
         method, target, *_ = asked
         if method == "GET" or not target.startswith(f"{REPLICAS}/"):
-            return []
+            return set()
         await asyncio.gather(*map(_looked, self._supervisor.places))
-        return [place for place in self._supervisor.places if place.client and place not in everybody]
+        return {place.index for place in self._supervisor.places if place.client} - {*known}
 
 
 _Asked = tuple[str, str, Mapping[str, str], bytes]
 """What `WorkerClient.ask` takes."""
 
 
-async def _asked(place: Place, asked: _Asked) -> OperatorAnswer | None:
-    """A worker's answer; None where it does not answer."""
+async def _asked(place: Place, asked: _Asked, anew: bool = False) -> OperatorAnswer | None:
+    """A worker's answer; None where it does not answer. With `anew` it tells what is known, too."""
     client = place.client
     if client is None:
         return None
+    method, target, headers, body = asked
     try:
-        return await client.ask(*asked)
+        return await client.ask(method, target, without_known(headers) if anew else headers, body)
     except WorkerSilent as error:
         log.warning("worker.silent", worker=place.index, reason=str(error))
         return None

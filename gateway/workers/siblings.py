@@ -1,5 +1,5 @@
-"""The workers beside this one, as it asks them to end requests of a caller: which of them has a request is
-the kernel's choice (`gateway.workers.supervisor`), and no caller can know.
+"""The workers beside this one, as it asks them to end requests of a caller, and what they have of others:
+which of them has a request is the kernel's choice (`gateway.workers.supervisor`), and no caller can know.
 
 They are found by their sockets, which are all in one directory. What callers ask for is sent in rounds, one
 after the other, so that a flood of it costs each worker few requests. A worker that does not answer counts as
@@ -9,13 +9,15 @@ one that had none.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
 from msgspec import Struct, field
 
+from gateway.operators.server import DIGEST_HEADER
+from gateway.operators.together import OperatorAnswer
 from gateway.workers.channel import Ending, WorkerClient, WorkerSilent
 from shared.process import logs
 from shared.wire.ids import RequestId, TenantId
@@ -52,6 +54,14 @@ class Siblings:
             self._rounds = asyncio.create_task(self._ask())
         return await asked.ended
 
+    async def told(self, digest: bytes, target: str, within_s: float) -> list[OperatorAnswer]:
+        """The answers of all other workers to a question of an operator's, whose key has this digest."""
+        with suppress(OSError):
+            await self._look()
+        headers = {DIGEST_HEADER: digest.hex()}
+        asks = (_told(client, target, headers, within_s) for client in self._clients.values())
+        return [answer for answer in await asyncio.gather(*asks) if answer is not None]
+
     async def aclose(self) -> None:
         if self._rounds is not None:
             self._rounds.cancel()
@@ -84,6 +94,17 @@ class Siblings:
             await self._clients.pop(gone).aclose()
         for new in there - self._clients.keys():
             self._clients[new] = WorkerClient(str(new))
+
+
+async def _told(
+    client: WorkerClient, target: str, headers: Mapping[str, str], within_s: float
+) -> OperatorAnswer | None:
+    try:
+        async with asyncio.timeout(within_s):
+            return await client.ask("GET", target, headers, b"")
+    except (TimeoutError, WorkerSilent) as error:
+        log.warning("worker.silent", reason=str(error) or "it did not answer in time")
+        return None
 
 
 async def _ended(client: WorkerClient, endings: Sequence[Ending]) -> Sequence[int]:

@@ -183,7 +183,7 @@ def test_a_process_that_ends_while_it_rotates_loses_and_doubles_nothing(
         if dies == "before the sums":
             patched.setattr(Path, "rename", end)
         elif dies == "after the sums":
-            patched.setattr("gateway.billing.spool.os.rename", end)
+            patched.setattr(os, "rename", end)
         else:
             patched.setattr(Spool, "_follow", _only_after(1, end, Spool._follow))
         with pytest.raises(KeyboardInterrupt):

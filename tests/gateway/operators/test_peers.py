@@ -15,14 +15,14 @@ import pytest
 import trustme
 
 from gateway.identity.keys import digest_of, hash_key
-from gateway.operators import peers
+from gateway.operators import elsewhere, peers
 from gateway.operators.peers import PROOF_HEADER, PROOF_S, proof_of
 from gateway.redis import members
 from shared import cli
 from shared.wire.ids import REQUEST_ID_HEADER
 from tests.gateway.conftest import KEY, OTHER_KEY, House, Open, until
 from tests.gateway.endpoints import responses_scripts as scripts
-from tests.gateway.fake_engine import chunk, stream, unary
+from tests.gateway.fake_engine import chunk, refusal, stream, unary
 from tests.gateway.operators.test_admin import OPERATOR, operator_keys
 from tests.gateway.redis_server import PATIENT_S, RedisServer, redis_server
 
@@ -179,6 +179,40 @@ async def test_usage_that_redis_has_is_counted_once(open_house: Open, redis: Red
         assert guarded is not None
         await guarded.post()
     assert [row["requests"] for row in (await ask(second, "/usage"))[1]["rows"]] == [2]
+
+
+async def test_a_try_before_it_at_another_gateway_is_told(open_house: Open, redis: RedisServer) -> None:
+    first, second = await pair(open_house, sharing(redis))
+    first.engine.script = refusal(400, "invalid_value")
+    async with first.chat(max_tokens=5, headers={REQUEST_ID_HEADER: "try"}) as answer:
+        assert answer.status == 400
+    headers = {REQUEST_ID_HEADER: "own", "x-stainless-retry-count": "1"}
+    async with second.chat(max_tokens=5, headers=headers) as answer:
+        assert answer.status == 200
+    for asked in (first, second):
+        [record] = (await ask(asked, "/requests/own"))[1]["data"]
+        assert "most likely its first try, try, was refused (400 invalid_value)" in record["causes"][0]
+
+
+async def test_others_that_hang_hold_up_no_record(
+    open_house: Open, redis: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They have less time than the gateway that asks for them is given."""
+    assert elsewhere.ANSWER_S < peers.ANSWER_S
+    monkeypatch.setattr(elsewhere, "ANSWER_S", 0.05)
+    _, second = await pair(open_house, sections := sharing(redis))
+    hangs = socket.create_server(("127.0.0.1", 0))
+    say(redis, sections, {"name": "hangs:1", "url": f"http://127.0.0.1:{hangs.getsockname()[1]}"})
+    await until(lambda: len(listed(second)) == 2)
+    second.engine.script = unary()
+    async with second.chat(headers={REQUEST_ID_HEADER: "own", "x-stainless-retry-count": "1"}) as answer:
+        assert answer.status == 200
+    at_s = int(time.time())
+    proof = proof_of(DIGEST, admin_url(second), "GET", "/admin/v1/requests/own", at_s)
+    status, told = await ask(second, "/requests/own", **{PROOF_HEADER: f"ops {at_s} {proof}"})
+    assert (status, len(told["data"])) == (200, 1)
+    assert any("its SDK counts 1 try" in text for text in told["data"][0]["causes"])
+    hangs.close()
 
 
 # -- those that do not answer ---------------------------------------------------------------------

@@ -10,11 +10,13 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 import aiohttp
@@ -23,12 +25,15 @@ import pytest
 
 from gateway.billing.lines import BillingLine
 from gateway.identity.keys import hash_key
+from gateway.operators import peers
+from shared import cli
 from shared.process.exit_codes import ExitCode
+from tests.bench.services import free_port
 from tests.gateway.conftest import CHAT, KEY, PROMPT, until
-from tests.gateway.fake_engine import FakeEngine, byte_bundle, chunk, closing, stream
+from tests.gateway.fake_engine import FakeEngine, byte_bundle, chunk, closing, stream, unary
 from tests.gateway.operators.test_admin import OPERATOR, operator_keys
 from tests.gateway.redis_server import PATIENT_S, RedisServer
-from tests.gateway.workers.test_process import ROOT, Process, toml
+from tests.gateway.workers.test_process import HEADERS, ROOT, Process, started, toml
 from tests.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.slow
@@ -218,6 +223,103 @@ async def test_a_thousand_callers_of_three_gateways_share_a_limit_and_a_killed_o
         usage = await fleet.usage(client, 2)
     assert (usage["requests"], usage["estimated_requests"]) == (LIMIT + killed, killed)
     assert usage["prompt_tokens"] + usage["completion_tokens"] == LIMIT * 12
+
+
+async def test_two_gateways_of_two_workers_are_one_for_operators(
+    redis: RedisServer,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A request that any served is found from any, by command and in the console, and so is a try before it.
+    One that is killed is named as silent, in time."""
+    monkeypatch.setenv("PENSTOCK_ADMIN_KEY", "the operator's")
+    operator = operator_keys()["keys"][0]["hash"]
+    sections = (
+        f'[admin]\nport = {{port}}\nkeys = [{{ id = "ops", hash = "{operator}" }}]\n'
+        f'[redis]\nurl = "{redis.url}"\nkey_prefix = "test-{uuid.uuid4().hex}"\ntimeout_s = {PATIENT_S}\n'
+    )
+    async with AsyncExitStack() as stack:
+        engine = await stack.enter_async_context(FakeEngine(bundle=byte_bundle()))
+        client = await stack.enter_async_context(aiohttp.ClientSession())
+        engine.script = unary()
+        gateways = []
+        for number in range(2):
+            config = tmp_path / f"gateway-{number}.toml"
+            config.write_text(
+                f"workers = 2\n{toml(engine.url, sections.replace('{port}', str(free_port())))}"
+            )
+            gateways.append(await stack.enter_async_context(started(config)))
+        both = Both(client, gateways)
+        ids = [await both.served(number % 2, f"req-{number}") for number in range(24)]
+        await both.until_told(ids)
+        for asked, found in itertools.product(gateways, ids[:4]):
+            [record] = (await both.ask(asked, f"/requests/{found}"))[1]["data"]
+            assert record["summary"]["request_id"] == found
+            assert await asyncio.to_thread(cli.main, ["trace", found, "--admin-url", both.url(asked)]) == 0
+            assert f"request {found}" in capsys.readouterr().out
+            assert (await both.console(asked, f"/requests/{found}"))["data"][0]["line"] == record["line"]
+        await both.served(0, "try", temperature=9)  # which is refused
+        for _ in range(4):  # at one worker and another
+            own = await both.served(1, "own", {"x-stainless-retry-count": "1"})
+            for asked in gateways:
+                for record in (await both.ask(asked, f"/requests/{own}"))[1]["data"]:
+                    assert "its first try, try, was refused" in record["causes"][0]
+        gateways[1].process.send_signal(signal.SIGKILL)
+        await gateways[1].process.wait()
+        began_s = time.monotonic()
+        status, told = await both.ask(gateways[0], "/requests/nobodys")
+        assert status == 404
+        assert time.monotonic() - began_s < 2 * peers.ANSWER_S
+        assert f":{gateways[1].admin_port}" in told["error"]["message"]
+        assert (await both.ask(gateways[0], f"/requests/{ids[0]}"))[1]["partial"] is True
+
+
+class Both:
+    """Gateways, each of several workers, and the operator who asks them."""
+
+    def __init__(self, client: aiohttp.ClientSession, gateways: Sequence[Process]) -> None:
+        self._client, self._gateways = client, gateways
+
+    def url(self, gateway: Process) -> str:
+        return f"http://127.0.0.1:{gateway.admin_port}"
+
+    async def served(
+        self, number: int, request_id: str, headers: Mapping[str, str] = MappingProxyType({}), **fields: Any
+    ) -> str:
+        """Ask over a connection of its own, which the kernel gives to any worker."""
+        url = f"http://127.0.0.1:{self._gateways[number].port}/v1/chat/completions"
+        async with (
+            aiohttp.ClientSession(headers={**HEADERS, **headers, "x-request-id": request_id}) as caller,
+            caller.post(url, json={**CHAT, **fields}) as answer,
+        ):
+            await answer.read()
+        return request_id
+
+    async def ask(self, gateway: Process, path: str) -> tuple[int, Any]:
+        async with self._client.get(f"{self.url(gateway)}/admin/v1{path}", headers=OPERATOR) as answer:
+            return answer.status, await answer.json()
+
+    async def until_told(self, ids: Sequence[str]) -> None:
+        """Until each gateway knows the other, and all four workers have been heard."""
+        for gateway in self._gateways:
+            async with asyncio.timeout(PATIENCE_S):
+                while True:
+                    page = (await self.ask(gateway, "/requests?state=done"))[1]
+                    if {one["request_id"] for one in page["data"]} >= {*ids}:
+                        break
+                    await asyncio.sleep(0.05)
+            assert len({(one.get("gateway"), one["worker"]) for one in page["data"]}) == 4
+            assert (page["silent_gateways"], page["silent_workers"]) == ([], [])
+
+    async def console(self, gateway: Process, path: str) -> Any:
+        """What the console is told, which has logged in."""
+        origin, session = {"origin": self.url(gateway)}, f"{self.url(gateway)}/admin/v1/console/session"
+        async with aiohttp.ClientSession(cookie_jar=aiohttp.CookieJar(unsafe=True)) as browser:
+            async with browser.post(session, json={"key": "the operator's"}, headers=origin) as answer:
+                assert answer.status == 200
+            async with browser.get(f"{self.url(gateway)}/admin/v1{path}") as answer:
+                return await answer.json()
 
 
 async def test_what_a_killed_gateway_left_has_its_lines_from_another(
