@@ -68,8 +68,8 @@ class States:
         return [*self.heads, *self.inputs]
 
     def reserve(self, places: int) -> None:
-        """Set memory aside for copies of so many states, beside the states. Uninitialised: the system hands it
-        out as places are first written."""
+        """Set memory aside for copies of so many states, beside those. Uninitialised: the system hands it out
+        as places are first written."""
         self._kept = [own.new_empty(places, *own.shape[1:]) for own in self._own]
 
     def copy(self, saved: Sequence[Move], restored: Sequence[Move]) -> None:
