@@ -36,7 +36,14 @@ from engine.runtime.start.starting import (
     start_alone,
     untimed_info,
 )
-from engine.runtime.step.kv_cache import HostPages, KVCache, KVGeometry, page_count, state_place_count
+from engine.runtime.step.kv_cache import (
+    HostPages,
+    KVCache,
+    KVGeometry,
+    page_count,
+    state_place_count,
+    useful_states,
+)
 from engine.runtime.step.protocols import AttentionSpec
 from engine.runtime.step.seats import HostSlots
 from engine.runtime.step.states import StateGeometry, States
@@ -143,9 +150,9 @@ class HostShard:
 
     def page_count(self) -> int:
         config, available_bytes = self.config, available_memory_bytes() // self.neighbours
-        return page_count(
-            config, self.model, self.geometry, self.max_model_len, available_bytes, self.state_bytes
-        )
+        states, sizes = config.max_num_seqs * self.state_bytes, (self.geometry, self.max_model_len)
+        snapshots = useful_states(config, *sizes, self.state_bytes) * self.state_bytes
+        return page_count(config, self.model, *sizes, available_bytes, states, snapshots)
 
     def info(self, pages: int) -> RunnerInfo:
         arithmetic = self.network.arithmetic

@@ -231,27 +231,24 @@ def page_count(
     geometry: KVGeometry,
     max_model_len: int,
     available_bytes: int,
-    state_bytes: int = 0,
+    states_bytes: int = 0,
+    snapshots_bytes: int = 0,
 ) -> int:
     """The number of pages to allocate. Raises DoesNotFit.
 
     `available_bytes` is the memory that is free once the weights are loaded. The memory of a step is set
-    aside first. The slots' states of `state_bytes` each are part of what the KV cache gets, and so are the
-    snapshots of states, which take as much as the pages at most (`state_place_count`). The result is never
-    more than the slots could own, plus a margin for the prefix cache: a tiny model on a large machine takes
-    little.
+    aside first. `states_bytes`, which all slots' states take, are part of what the KV cache gets, and so are
+    `snapshots_bytes`, those of as many snapshots of states as are of use, which take as much as the pages at
+    most (`state_place_count`). The result is never more than the slots could own, plus a margin for the
+    prefix cache: a tiny model on a large machine takes little.
     """
     useful = useful_pages(config, max_model_len)
     if config.kv_cache_memory is not None:
         budget = config.kv_cache_memory
     else:
         budget = int(max(0, available_bytes - step_bytes(config, model)) * KV_SHARE_DEFAULT)
-    states_bytes = config.max_num_seqs * state_bytes
     rest = max(0, budget - states_bytes)
-    snapshots_bytes = min(
-        rest // 2, useful_states(config, geometry, max_model_len, state_bytes) * state_bytes
-    )
-    pages = min((rest - snapshots_bytes) // geometry.page_bytes, useful)
+    pages = min((rest - min(rest // 2, snapshots_bytes)) // geometry.page_bytes, useful)
     if pages < PAGES_MIN:
         states = f" beside {states_bytes >> 20} MiB of states" if states_bytes else ""
         others = ", --max-num-seqs" if states_bytes else ""

@@ -73,9 +73,9 @@ class States:
         return [*self.heads, *self.inputs]
 
     def reserve(self, places: int) -> None:
-        """Set memory aside for copies of so many states. Uninitialised: the system hands it out as places are
-        first written."""
-        self._kept = [torch.empty(places, *own.shape[1:], dtype=own.dtype) for own in self._own]
+        """Set memory aside for copies of so many states, beside those. Uninitialised: the system hands it out
+        as places are first written."""
+        self._kept = [own.new_empty(places, *own.shape[1:]) for own in self._own]
 
     def copy(self, saved: Sequence[Move], restored: Sequence[Move]) -> None:
         """Copy states from slots to places, then from places to slots."""
