@@ -35,7 +35,7 @@ class Memory:
         self._read = _compiled()
         self._threads = usable_cores()
         self._bytes = BUFFER_BYTES // (self._threads << 18) * (self._threads << 18)
-        self._map = mmap.mmap(-1, BUFFER_BYTES)
+        self._map = mmap.mmap(-1, BUFFER_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._map.madvise(mmap.MADV_HUGEPAGE)
         while self._map.tell() < BUFFER_BYTES:
             self._map.write(CHUNK)  # memory that was never written is all one page
