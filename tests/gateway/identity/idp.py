@@ -7,12 +7,9 @@ import itertools
 import json
 from typing import Any, Final
 
-import pytest
-
 from gateway.config.edge import IssuerConfig
-from gateway.identity import jwks, jwt
+from gateway.identity import jwks
 from gateway.identity.jwks import POLL_S, RemoteKeys
-from gateway.request import pipeline
 from tests.fakes import VirtualClock
 from tests.gateway.conftest import OTHER_KEY, PATIENCE_S, House, Open, until
 from tests.gateway.identity.issuers import Key, KeyServer
@@ -88,13 +85,6 @@ async def opened(open_house: Open, server: KeyServer, **more: Any) -> Idp:
     clock = VirtualClock()
     house = await open_house(issuers=[server.settings(**more)], grants=GRANTS, clock=clock)
     return Idp(server, house, clock)
-
-
-def be_patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A busy machine is slow, not wrong."""
-    monkeypatch.setattr(jwt, "REFETCH_WAIT_S", PATIENCE_S)
-    monkeypatch.setattr(jwks, "FETCH_S", PATIENCE_S)
-    monkeypatch.setattr(pipeline, "IDENTITY_S", PATIENCE_S)
 
 
 def as_issuer(server: KeyServer) -> IssuerConfig:

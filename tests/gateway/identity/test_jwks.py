@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import Counter
-from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -20,33 +19,13 @@ from gateway.identity.jwks import POLL_S, RETRY_S
 from gateway.identity.key_set import SET_LEN_MAX
 from tests.fakes import VirtualClock
 from tests.gateway.conftest import Open, until
-from tests.gateway.identity.idp import GRANTS, NEW, OLD, RARE_S, Idp, be_patient, opened
+from tests.gateway.identity.idp import GRANTS, NEW, OLD, RARE_S, Idp
 from tests.gateway.identity.issuers import Key, KeyServer, jwk_set, nameless_set
 
-pytestmark = pytest.mark.parametrize("protocol", ["http2"])  # it does not matter what engines speak
-
-
-@pytest.fixture(autouse=True)
-def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    be_patient(monkeypatch)
-
-
-@pytest.fixture
-async def server(tmp_path: Path) -> AsyncIterator[KeyServer]:
-    async with KeyServer(tmp_path, (OLD,)) as server:
-        yield server
-
-
-@pytest.fixture
-async def idp(open_house: Open, server: KeyServer) -> Idp:
-    return await opened(open_house, server)
-
-
-@pytest.fixture
-async def rare(open_house: Open, server: KeyServer, monkeypatch: pytest.MonkeyPatch) -> Idp:
-    """One whose keys are rarely fetched because of unknown ones."""
-    monkeypatch.setattr(jwks, "REFETCH_S", RARE_S)
-    return await opened(open_house, server)
+pytestmark = [
+    pytest.mark.usefixtures("patience"),
+    pytest.mark.parametrize("protocol", ["http2"]),  # it does not matter what engines speak
+]
 
 
 async def test_keys_are_there_before_the_first_request(idp: Idp) -> None:

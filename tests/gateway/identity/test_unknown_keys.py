@@ -7,7 +7,6 @@ import asyncio
 import itertools
 import math
 from collections import Counter
-from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -21,33 +20,13 @@ from gateway.identity.jwks import AGAIN_S, POLL_S, REFETCH_WITHIN_S, RemoteKeys
 from gateway.identity.waiting import Waiting
 from tests.fakes import VirtualClock
 from tests.gateway.conftest import Open, error_of, until
-from tests.gateway.identity.idp import NEW, OLD, RARE_S, Idp, as_issuer, be_patient, opened
+from tests.gateway.identity.idp import NEW, OLD, RARE_S, Idp, as_issuer
 from tests.gateway.identity.issuers import ALGORITHMS, Key, KeyServer
 
-pytestmark = pytest.mark.parametrize("protocol", ["http2"])  # it does not matter what engines speak
-
-
-@pytest.fixture(autouse=True)
-def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    be_patient(monkeypatch)
-
-
-@pytest.fixture
-async def server(tmp_path: Path) -> AsyncIterator[KeyServer]:
-    async with KeyServer(tmp_path, (OLD,)) as server:
-        yield server
-
-
-@pytest.fixture
-async def idp(open_house: Open, server: KeyServer) -> Idp:
-    return await opened(open_house, server)
-
-
-@pytest.fixture
-async def rare(open_house: Open, server: KeyServer, monkeypatch: pytest.MonkeyPatch) -> Idp:
-    """One whose keys are rarely fetched because of unknown ones."""
-    monkeypatch.setattr(jwks, "REFETCH_S", RARE_S)
-    return await opened(open_house, server)
+pytestmark = [
+    pytest.mark.usefixtures("patience"),
+    pytest.mark.parametrize("protocol", ["http2"]),  # it does not matter what engines speak
+]
 
 
 async def test_a_flood_of_unknown_keys_is_two_fetches_and_holds_up_nobody(idp: Idp) -> None:
