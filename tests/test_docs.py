@@ -61,7 +61,7 @@ port=$(grep -oP '(?<=--port )\\d+' <<<"$*")
 pid=$!
 echo $pid >>pids
 until [ $SECONDS -gt {patience_s} ]; do
-    curl -sf -o /dev/null "http://127.0.0.1:$port/readyz" && exit
+    curl -q -sf -o /dev/null "http://127.0.0.1:$port/readyz" && exit
     kill -0 $pid 2>/dev/null || break
     sleep 0.1
 done
@@ -227,7 +227,7 @@ def test_a_page_is_short_and_its_blocks_can_be_read(page: Path) -> None:
     for _, _, language, block in _BLOCK.findall(text):
         assert language in (*readers, "bash", "sh")
         if language in readers:
-            assert readers[language](block)  # type: ignore[operator]
+            assert readers[language](block)
 
 
 def test_the_lines_of_agents_are_those_that_sessions_are_tried_with() -> None:

@@ -222,7 +222,7 @@ GATEWAY_LEVELS = (
     {"workers"},
     {"app"},
     {"service"},
-    {"__main__"},
+    {"__main__", "hatch_hook"},  # the latter makes a distribution of the rest
 )
 """Each module and package of the gateway imports lower levels alone. Most specific first: the level of
 `directory.accounts` is its own, not that of `directory`."""
@@ -350,7 +350,7 @@ class Block:
 sys.meta_path.insert(0, Block())
 package = importlib.import_module({package!r})
 for module in pkgutil.walk_packages(package.__path__, {package!r} + '.'):
-    if not module.name.endswith('__main__') and not module.name.startswith('tests.bench.engine.gpu.'):
+    if not module.name.endswith(('__main__', 'hatch_hook')) and 'bench.engine.gpu.' not in module.name:
         importlib.import_module(module.name)
 """
 

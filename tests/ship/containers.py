@@ -357,15 +357,18 @@ def compose(home: Path) -> None:
         key = json.loads(made.stdout.splitlines()[-1])["key"]
         said(f"compose: {', '.join(SERVICES)} are up; a key was made in Redis")
         run("up", "-d", "--no-deps", "--no-build", "first-token")
-        until(
-            lambda: "Penstock is ready." in podman("logs", "penstock_first-token_1", check=False),
-            "the last line of compose",
-        )
-        said("compose: the first token came, and how to ask for the next was told")
+        told_how_to_ask()
         asked(one["gateway"], one["prometheus"], key)
         traced(one["gateway"], [one[name] for name in SERVICES[2:5]], key)
     finally:
         run("down", "-v")
+
+
+def told_how_to_ask() -> None:
+    """The service that ends compose has had an answer, and says how to ask."""
+    told = "Penstock is ready."
+    until(lambda: told in podman("logs", "penstock_first-token_1", check=False), "the last line of compose")
+    said("compose: the first token came, and how to ask for the next was told")
 
 
 def asked(gateway: Container, prometheus: Container, key: str) -> None:
