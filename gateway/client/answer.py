@@ -26,7 +26,7 @@ from aiohttp.abc import AbstractStreamWriter
 from aiohttp.helpers import rfc822_formatted_time
 from aiohttp.http import HttpVersion, HttpVersion10, HttpVersion11
 
-from gateway.client.blocked import Blocked, note_blocked
+from gateway.client.blocked import BlockedSpan, note_blocked
 from gateway.client.deadlines import Watch
 from gateway.client.responses import error_response
 from gateway.endpoints.dialect import Dialect
@@ -86,7 +86,7 @@ class Client:
         """True if each piece of the answer is a chunk."""
         self._is_stream = False
         self.slow_client_s = slow_client_s
-        self.blocked: list[Blocked] = []
+        self.blocked: list[BlockedSpan] = []
         self.response: web.StreamResponse | None = None
         """What aiohttp is given for the answer. None until it has begun, or was refused."""
         self.status: int | None = None

@@ -15,7 +15,7 @@ from shared.wire.completed_line import BLOCKED_SHOWN_MAX
 JOINED_S: Final = 0.5
 
 
-class Blocked(Struct, eq=False):
+class BlockedSpan(Struct, eq=False):
     """One such time, on the monotonic clock, in seconds."""
 
     began_s: float
@@ -24,10 +24,10 @@ class Blocked(Struct, eq=False):
     """All that was waited in it."""
 
 
-def note_blocked(blocked: list[Blocked], began_s: float, ended_s: float) -> None:
+def note_blocked(blocked: list[BlockedSpan], began_s: float, ended_s: float) -> None:
     """Note that nothing could be written from one moment to another."""
     last = blocked[-1] if blocked else None
     if last is None or (began_s - last.ended_s > JOINED_S and len(blocked) < BLOCKED_SHOWN_MAX):
-        blocked.append(Blocked(began_s, ended_s, ended_s - began_s))
+        blocked.append(BlockedSpan(began_s, ended_s, ended_s - began_s))
     else:
         last.ended_s, last.waited_s = ended_s, last.waited_s + ended_s - began_s

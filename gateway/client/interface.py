@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from gateway.client.blocked import Blocked
+from gateway.client.blocked import BlockedSpan
 from gateway.endpoints.dialect import Dialect
 from shared.wire.errors import ApiError
 
@@ -87,7 +87,7 @@ class Sink(Outlet, Protocol):
     """The time within which what is written must be read, in seconds."""
 
     @property
-    def blocked(self) -> Sequence[Blocked]:
+    def blocked(self) -> Sequence[BlockedSpan]:
         """The times in which room was waited for."""
         ...
 

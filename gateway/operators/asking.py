@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, Final
+from typing import Any
 
 import aiohttp
 from multidict import CIMultiDict
@@ -23,8 +23,6 @@ from gateway.operators.versions import ETAG, KNOWN
 Ask = Callable[[bool], Awaitable[OperatorAnswer | None]]
 """Asks one of them, and returns its answer; None where it has none. With True it is to answer whatever is
 known of it already."""
-ANSWER_LEN_MAX: Final = 64 * 1024 * 1024
-"""Bytes of an answer that are read, and of all that gateways answer together."""
 
 
 async def ask_each(asks: Mapping[Of, Ask], *, anew: bool = False) -> dict[Of, OperatorAnswer]:

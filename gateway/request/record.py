@@ -12,7 +12,7 @@ from functools import cache, partial
 from typing import Final, Self
 
 from gateway.admission.quota import Decision, Refusal, Settlement
-from gateway.client.blocked import Blocked
+from gateway.client.blocked import BlockedSpan
 from gateway.relay.stream import Progress
 from gateway.request.key_uses import KeyUses
 from gateway.request.minutes import Minutes
@@ -142,7 +142,7 @@ class ExchangeRecord(GatewayLine, eq=False):
         self.store_ms = round(kept.took_s * 1e3, 3) or None
         kept.close()
 
-    def client_was_behind(self, blocked: Sequence[Blocked], stages: Stages) -> None:
+    def client_was_behind(self, blocked: Sequence[BlockedSpan], stages: Stages) -> None:
         """Note the times in which nothing could be written."""
         times = [BlockedTime(_ms(one.began_s - stages.began_s), _ms(one.waited_s)) for one in blocked]
         self.blocked, self.blocked_ms = tuple(times), round(sum(one.takes_ms for one in times), 3)

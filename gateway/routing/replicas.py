@@ -188,7 +188,7 @@ class Replicas:
     def has_choice(self, model: str) -> bool:
         """True if the model has more than one replica, or lately had another, or another process there."""
         pool = self._pools[model]
-        return len(pool.replicas) > 1 or pool.lost_until_ms > self._now_ms()
+        return len(pool.replicas) > 1 or (pool.lost_until_ms > 0 and pool.lost_until_ms > self._now_ms())
 
     def place(self, model: str, affinity: Affinity, tried: Collection[ReplicaId] = ()) -> Placement | None:
         """Choose a replica that is ready and was not tried yet, and add the request's load to it. Where there

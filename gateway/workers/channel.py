@@ -29,7 +29,7 @@ from msgspec import Struct
 
 from gateway.client.heads import path_of
 from gateway.client.responses import json_response
-from gateway.operators.asking import ANSWER_LEN_MAX, read_answer
+from gateway.operators.asking import read_answer
 from gateway.operators.together import OperatorAnswer
 from gateway.workers import metrics
 from shared.process.listening import CLOSE_GRACE_S, http1_options
@@ -47,6 +47,8 @@ DRAINED: Final = "/worker/drained"
 ENDED: Final = "/worker/ended"
 ANSWER_S: Final = 5.0
 """How long a worker may take to answer the supervisor, in seconds."""
+ANSWER_LEN_MAX: Final = 64 * 1024 * 1024
+"""Bytes of an answer that the supervisor reads."""
 IDLE_S: Final = 3600.0
 """The time for which the supervisor's connection is kept while nothing is asked, in seconds."""
 

@@ -11,7 +11,7 @@ import pytest
 from aiohttp.http import HttpVersion11
 
 from gateway.client.answer import PIECE_LEN, Client
-from gateway.client.blocked import Blocked, note_blocked
+from gateway.client.blocked import BlockedSpan, note_blocked
 from gateway.client.deadlines import Watch
 from shared.wire.completed_line import BLOCKED_SHOWN_MAX
 from tests.gateway.conftest import CHAT, KEY, PATIENCE_S, House
@@ -143,7 +143,7 @@ async def test_any_status_of_an_engine_has_a_line() -> None:
 
 
 def test_waits_that_follow_each_other_are_one_time_and_there_are_few() -> None:
-    blocked: list[Blocked] = []
+    blocked: list[BlockedSpan] = []
     for at_s in (1.0, 1.3, 1.6, 9.0):
         note_blocked(blocked, at_s, at_s + 0.1)
     told = [(one.began_s, round(one.ended_s, 6), round(one.waited_s, 6)) for one in blocked]

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 from yarl import URL
 
-from gateway.client.blocked import Blocked
+from gateway.client.blocked import BlockedSpan
 from gateway.client.deadlines import Watch
 from gateway.endpoints.dialect import Dialect
 from gateway.endpoints.endpoint import Endpoint
@@ -273,7 +273,7 @@ class NoSocket:
     finished: bool = False
     is_chunked: bool = False
     slow_client_s: float = 5.0
-    blocked: Sequence[Blocked] = ()
+    blocked: Sequence[BlockedSpan] = ()
     answer: bytes = b""
     headers: Mapping[str, str] = field(default_factory=dict)
     error: ApiError | None = None
