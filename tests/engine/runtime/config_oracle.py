@@ -126,6 +126,9 @@ BY_KERNELS: Mapping[str, Mapping[str, Any]] = {
     "seed_oss": {},
     "ernie4_5": {},
     "ministral3": {},
+    "olmo2": {},
+    "olmo3": {},
+    "arcee": {},
     "qwen3_5_text": {"linear_key_head_dim": 16},
 }
 """Those that a device's kernels compute, and sizes that these take, where they are not as above."""
