@@ -400,6 +400,11 @@ def load_shard(
         if said := design.precision.describe(model, shard.kv_scales):
             progress(said)
         progress(compiled())
+    if size := shard.states.slot_bytes:
+        progress(
+            f"keeping a state of {size / 1e6:.1f} MB for each of {config.max_num_seqs} sequences; prefixes "
+            "are not cached, as pages without the state behind them are of no use"
+        )
     progress("measuring which kernels multiply fastest")
     shard.tune()
     progress("measuring the largest step")

@@ -224,6 +224,8 @@ def report_dependent() -> None:
     report("dependent norm", fused, "rms_norm_kernel", norm_of, **on)
     gates = partial(fused.sigmoid_mul, meta(32, 2048), meta(32, 5120))
     report("dependent gates", fused, "sigmoid_mul_kernel", gates, **on)
+    with recorded(fused, "norm_rotate_store_kernel"):
+        report("dependent squares", fused, "mean_squares_kernel", wide_store_launch, **on)
     report("dependent silu", fused, "silu_mul_kernel", lambda: fused.silu_mul(meta(32, 28_672)), **on)
     for kernel in ("measure_kernel", "weigh_kernel", "order_kernel", "choose_kernel"):
         report(f"dependent {kernel}", device_sampling, kernel, sample_launch, **on)
