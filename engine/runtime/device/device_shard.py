@@ -193,8 +193,8 @@ class DeviceShard:
         """The number of pages that fit beside the largest step. Raises DoesNotFit."""
         config, geometry = self.design.config, self.geometry
         if config.kv_cache_memory is not None:
-            sizes = self.max_model_len, 0, config.max_num_seqs * self.states.slot_bytes
-            return page_count(config, self.model, geometry, *sizes)
+            states_bytes = config.max_num_seqs * self.states.slot_bytes
+            return page_count(config, self.model, geometry, self.max_model_len, 0, states_bytes=states_bytes)
         useful = useful_pages(config, self.max_model_len)
         return kv_page_count(self._profile(), config.gpu_memory_utilization, geometry.page_bytes, useful)
 
