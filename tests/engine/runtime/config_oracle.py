@@ -125,6 +125,7 @@ BY_KERNELS: Mapping[str, Mapping[str, Any]] = {
     "phi3": {},
     "seed_oss": {},
     "ernie4_5": {},
+    "ministral": {"sliding_window": 12, "layer_types": ["sliding_attention", "full_attention"]},
     "ministral3": {},
     "olmo2": {},
     "olmo3": {},
