@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear, silu
+from torch.nn.functional import gelu, linear, silu
 
 from engine.contract.messages import SamplingParams
 from engine.runtime.kernels import fused
@@ -183,6 +183,9 @@ def store(dtype: torch.dtype) -> dict[str, Any]:
 def activation(dtype: torch.dtype) -> dict[str, Any]:
     gate_up = torch.randn(37, 2 * 14336).to(dtype)
     gate, up = gate_up.float().chunk(2, dim=-1)
+    found_near(fused.silu_mul(gate_up.to(CUDA), gelu=True), gelu(gate, approximate="tanh") * up, dtype)
+    gated = fused.sigmoid_mul(up.to(dtype).to(CUDA).contiguous(), gate_up[:, :14336].to(CUDA).contiguous())
+    found_near(gated, up * gate.sigmoid(), dtype)
     return found_near(fused.silu_mul(gate_up.to(CUDA)), silu(gate) * up, dtype)
 
 

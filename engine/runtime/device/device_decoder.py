@@ -35,6 +35,7 @@ from engine.runtime.kernels.fused import (
     Norm,
     QKNorm,
     ResidualStream,
+    mean_squares,
     norm_rotate_store,
     norm_stream,
     rms_norm,
@@ -66,7 +67,8 @@ IMPLEMENTED: Final = frozenset(
     {"norm.kind rms", "layer.norms before", "mlp.act silu", "mlp.bias", "attention.window", "attention.bias"}
     | {"attention.out_bias", "attention.qk_norm heads", "tied_embeddings", "fp8 Fp8Scheme"}
     | {"attention.qk_norm rotated heads", "attention.output_gate", "deltanet.gate silu"}
-    | {"attention.tempering Tempering", "layer.norms both", "mlp.act gelu_tanh"}
+    | {"attention.qk_norm width", "attention.tempering Tempering"}
+    | {"layer.norms both", "layer.norms behind", "mlp.act gelu_tanh", "mlp.act relu2", "mlp.gated no"}
     | {"embed_scale", "residual_scale", "logit_scale", "logit_softcap"}
 )
 """The pieces of models (`engine.runtime.models.pieces`) that the kernels implement, called as below."""
@@ -94,6 +96,8 @@ class _Attention:
     qk_norm: QKNorm | None
     gated: bool
     """True if what a head has found is multiplied by sigmoid of its gate."""
+    wide: tuple[int, int] | None
+    """The heads of queries and of keys, where those of all ranks are normed as one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +206,8 @@ class DeviceDecoder:
             return f"head_dim {config.head_dim} is not a power of two"
         if len({own.tempering for own in config.attentions}) > 1:
             return "layers whose queries are tempered in different ways"
+        if any(layer.mlp.gated == (layer.mlp.act == "relu2") for layer in config.layers):
+            return "gated relu2, or others without gates: not implemented"
         if odd := [own for own in config.deltas if not takes_delta(own)]:
             return f"delta nets with keys of {odd[0].key_dim} and values of {odd[0].value_dim}"
         return lacking(config, IMPLEMENTED)
@@ -270,6 +276,8 @@ class DeviceDecoder:
                 mixed = recur(x, layer.attention, layer.place)
             stream = self._added(stream, mixed, layer.output, layer.post_norm)
             inner, stream = self.table.of_stream(stream, layer.gate_up)
+            if not layer.gate_up.gated:
+                inner = inner.relu_().square_()
             stream = self._added(stream, inner, layer.down, layer.mlp_post_norm)
         return stream
 
@@ -277,10 +285,17 @@ class DeviceDecoder:
         self, qkv: Tensor, own: _Attention, place: int, step: StepRows, cache: KVCache, attend: Attend
     ) -> Tensor:
         """[T, H * D]"""
+        norm = own.qk_norm
+        if own.wide is not None:
+            assert norm is not None
+            squares = mean_squares(qkv, *own.wide, self.config.head_dim)
+            if not self.is_whole:
+                squares = self.ranks.all_reduce_(squares).div_(self.ranks.shard.size)
+            norm = replace(norm, squares=squares)
         q = norm_rotate_store(
             qkv,
             step.angles[own.rope],
-            own.qk_norm,
+            norm,
             cache.keys[place],
             cache.values[place],
             step.pages,
@@ -369,7 +384,7 @@ class _Loader:
     def layer(self, layer: int) -> _Layer:
         own = layer_parameters(self.config, layer, self.shard)
         norms = {role: each.read(self.source) for role, each in own.norms.items()}
-        attention = self.share.layers[layer].attention
+        attention, mlp = self.share.layers[layer].attention, self.share.layers[layer].mlp
         before = [type(each.attention) for each in self.config.layers[:layer]]
         mixing: _Attention | DeltaLayer
         if isinstance(attention, DeltaNet):
@@ -379,15 +394,15 @@ class _Loader:
         else:
             inputs, mixing = own.matrices[Matrix.QKV], self._attention(attention, norms.get(NormRole.QK))
         return _Layer(
-            inputs=self._linear(inputs, norms[NormRole.ATTENTION]),
+            inputs=self._linear(inputs, norms.get(NormRole.ATTENTION)),
             attention=mixing,
             place=before.count(type(attention)),
             output=self._linear(own.matrices[Matrix.OUTPUT]),
             post_norm=self._post_norm(norms.get(NormRole.ATTENTION_POST)),
             gate_up=replace(
-                self._linear(own.matrices[Matrix.GATE_UP], norms[NormRole.MLP]),
-                gated=True,
-                gelu=self.config.layers[layer].mlp.act == "gelu_tanh",
+                self._linear(own.matrices[Matrix.GATE_UP], norms.get(NormRole.MLP)),
+                gated=mlp.gated,
+                gelu=mlp.act == "gelu_tanh",
             ),
             down=self._linear(own.matrices[Matrix.DOWN]),
             mlp_post_norm=self._post_norm(norms.get(NormRole.MLP_POST)),
@@ -399,9 +414,11 @@ class _Loader:
     def _attention(self, own: Attention, norm: Tensor | None) -> _Attention:
         qk_norm = None
         if norm is not None:
-            q_weight, k_weight = norm.to(self.device).view(2, -1)
+            counts = (own.heads, own.kv_heads) if own.qk_norm == "width" else (1, 1)
+            q_weight, k_weight = norm.to(self.device).split([count * own.head_dim for count in counts])
             qk_norm = QKNorm(q_weight, k_weight, self.config.norm.eps, own.qk_norm == "rotated heads")
-        return _Attention(self.config.ropes.index(own.rope), qk_norm, own.output_gate)
+        wide = (own.heads, own.kv_heads) if own.qk_norm == "width" else None
+        return _Attention(self.config.ropes.index(own.rope), qk_norm, own.output_gate, wide)
 
     def norm(self, weight: Tensor) -> Norm:
         return Norm(weight.to(self.device).float(), self.config.norm.eps)

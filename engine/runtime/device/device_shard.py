@@ -193,8 +193,8 @@ class DeviceShard:
         """The number of pages that fit beside the largest step. Raises DoesNotFit."""
         config, geometry = self.design.config, self.geometry
         if config.kv_cache_memory is not None:
-            sizes = self.max_model_len, 0, config.max_num_seqs * self.states.slot_bytes
-            return page_count(config, self.model, geometry, *sizes)
+            states_bytes = config.max_num_seqs * self.states.slot_bytes
+            return page_count(config, self.model, geometry, self.max_model_len, 0, states_bytes=states_bytes)
         useful = useful_pages(config, self.max_model_len)
         return kv_page_count(self._profile(), config.gpu_memory_utilization, geometry.page_bytes, useful)
 
@@ -400,6 +400,11 @@ def load_shard(
         if said := design.precision.describe(model, shard.kv_scales):
             progress(said)
         progress(compiled())
+    if size := shard.states.slot_bytes:
+        progress(
+            f"keeping a state of {size / 1e6:.1f} MB for each of {config.max_num_seqs} sequences; prefixes "
+            "are not cached, as pages without the state behind them are of no use"
+        )
     progress("measuring which kernels multiply fastest")
     shard.tune()
     progress("measuring the largest step")

@@ -81,7 +81,7 @@ class DeviceLinear:
     weight: Weight
     bias: Tensor | None = None
     norm: Norm | None = None
-    """The norm before the product; None where it does not multiply the residual stream."""
+    """The norm before the product; None where there is none, or it does not multiply the residual stream."""
     gated: bool = False
     """True if silu(first half) * second half is computed behind the product."""
     gelu: bool = False
@@ -178,7 +178,7 @@ class MatmulTable:
         """The product of the stream's norm, [M, N], or [M, N / 2] where it is gated; and the stream with its
         change added. The given stream must not be used again."""
         rows = len(stream.residual)
-        if rows <= rows_max(linear.weight):
+        if linear.norm is not None and rows <= rows_max(linear.weight):
             found = self.fused.get(fused_shape(linear, rows))
             if found is not None and found.tile is not None:
                 way = _headed if found.is_headed else _tailed
@@ -190,7 +190,6 @@ def _apart(
     table: MatmulTable, stream: ResidualStream, linear: DeviceLinear, out: Tensor | None = None
 ) -> tuple[Tensor, ResidualStream]:
     """The norm, the product and SiLU, each by a kernel of its own."""
-    assert linear.norm is not None
     x, stream = norm_stream(stream, linear.norm)
     product = table.linear(x, linear.weight, linear.bias, out=None if linear.gated else out)
     return silu_mul(product, gelu=linear.gelu) if linear.gated else product, stream

@@ -63,9 +63,12 @@ class ResidualStream:
         return ResidualStream(self.residual, change)
 
 
-def norm_stream(stream: ResidualStream, norm: Norm) -> tuple[Tensor, ResidualStream]:
-    """The stream's norm, and the stream with its change added in place. The given stream must not be used
-    again."""
+def norm_stream(stream: ResidualStream, norm: Norm | None) -> tuple[Tensor, ResidualStream]:
+    """The stream's norm, without one the stream itself, and the stream with its change added in place. The
+    given stream must not be used again."""
+    if norm is None:
+        whole = stream.residual if stream.change is None else stream.residual.add_(stream.change)
+        return whole, ResidualStream(whole)
     if stream.change is None:
         return rms_norm(stream.residual, norm.weight, norm.eps), stream
     return rms_norm(stream.change, norm.weight, norm.eps, stream.residual), ResidualStream(stream.residual)
@@ -104,6 +107,9 @@ class QKNorm:
     eps: float
     rotated: bool = False
     """True if a head is normed when it is rotated, and not before."""
+    squares: Tensor | None = None
+    """The mean squares of all queries and of all keys of each token, [T, 2] float32, where these are normed
+    as one: the weights are then [H D] and [Hkv D]. None: each head by its own."""
 
 
 def norm_rotate_store(
@@ -135,7 +141,7 @@ def norm_rotate_store(
     assert angles[0].numel() == tokens * head_dim // 2
     q = qkv.new_empty(tokens, heads, head_dim)
     q_blocks, kv_blocks = (triton.cdiv(count, HEADS_BLOCK) for count in (heads, kv_heads))
-    weights = (None, None, 0.0) if norm is None else (norm.q_weight, norm.k_weight, norm.eps)
+    kind, weights = _kind_of(norm)
     constants = {"HEADS": heads, "KV_HEADS": kv_heads, "Q_BLOCKS": q_blocks, "HEADS_BLOCK": HEADS_BLOCK}
     sizes = {"COLUMNS": columns, "HALF": head_dim // 2, "PAGE": page_size}
     launch(
@@ -144,7 +150,7 @@ def norm_rotate_store(
         *(qkv, q, *angles, tempers, *weights),
         *(keys, values, pages, offsets),
         *(1.0 / scale for scale in kv_scales),
-        NORM=0 if norm is None else 2 if norm.rotated else 1,
+        NORM=kind,
         LIMIT=FP8_MAX if keys.dtype == torch.float8_e4m3fn else 0.0,
         CLEAR=clear_tails,
         **constants,
@@ -153,6 +159,24 @@ def norm_rotate_store(
         **dependent(),
     )
     return q
+
+
+def _kind_of(norm: QKNorm | None) -> tuple[int, tuple[Tensor | None, Tensor | None, Tensor | None, float]]:
+    """The kernel's NORM, and what it reads for it."""
+    if norm is None:
+        return 0, (None, None, None, 0.0)
+    kind = 3 if norm.squares is not None else 2 if norm.rotated else 1
+    return kind, (norm.squares, norm.q_weight, norm.k_weight, norm.eps)
+
+
+def mean_squares(qkv: Tensor, heads: int, kv_heads: int, head_dim: int) -> Tensor:
+    """qkv [T, (H + 2 Hkv) D] -> the mean squares of its queries and of its keys, [T, 2] float32."""
+    assert qkv.is_contiguous()
+    found = qkv.new_empty(len(qkv), 2, dtype=torch.float32)
+    sizes = {"QUERIES": heads * head_dim, "KEYS": kv_heads * head_dim, "COLUMNS": qkv.shape[1]}
+    block = triton.next_power_of_2(heads * head_dim)
+    launch(mean_squares_kernel, (len(qkv), 2), qkv, found, **sizes, BLOCK=block, num_warps=8, **dependent())
+    return found
 
 
 def silu_mul(gate_up: Tensor, *, gelu: bool = False) -> Tensor:
@@ -193,12 +217,33 @@ def rms_norm_kernel(x, residual, weight, out, hidden, eps, BLOCK: tl.constexpr, 
 
 
 @triton.jit
+def mean_squares_kernel(
+    qkv,
+    out,
+    QUERIES: tl.constexpr,
+    KEYS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """A program per token, for its queries and for its keys."""
+    wait_for_earlier(PDL)
+    token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    count = tl.where(part == 0, QUERIES, KEYS)
+    column = tl.arange(0, BLOCK)
+    at = qkv + token * COLUMNS + part * QUERIES + column
+    row = tl.load(at, mask=column < count, other=0.0).to(tl.float32)
+    tl.store(out + token * 2 + part, tl.sum(row * row) / count)
+
+
+@triton.jit
 def norm_rotate_store_kernel(
     qkv,
     q,
     cos,
     sin,
     tempers,
+    squares,
     q_weight,
     k_weight,
     eps,
@@ -230,7 +275,9 @@ def norm_rotate_store_kernel(
     if block < Q_BLOCKS:
         head = block * HEADS_BLOCK + tl.arange(0, HEADS_BLOCK)[:, None]
         at = head * (2 * HALF) + dim[None, :]
-        first, second = _turned(source + at, head < HEADS, q_weight, eps, cosine, sine, NORM, HALF)
+        first, second = _turned(
+            source + at, head, head < HEADS, q_weight, squares, token * 2, eps, cosine, sine, NORM, HALF
+        )
         if tempers is not None:
             temper = tl.load(tempers + token)
             first *= temper
@@ -244,7 +291,9 @@ def norm_rotate_store_kernel(
         k_at = source + (HEADS + head) * (2 * HALF) + dim[None, :]
         page, offset = tl.load(pages + token).to(tl.int64), tl.load(offsets + token)
         place = ((page * KV_HEADS + head) * PAGE + offset) * (2 * HALF) + dim[None, :]
-        first, second = _turned(k_at, inside, k_weight, eps, cosine, sine, NORM, HALF)
+        first, second = _turned(
+            k_at, head, inside, k_weight, squares, token * 2 + 1, eps, cosine, sine, NORM, HALF
+        )
         _store(keys + place, first * k_factor, inside, LIMIT)
         _store(keys + place + HALF, second * k_factor, inside, LIMIT)
         for half in tl.static_range(2):
@@ -270,13 +319,20 @@ def _tail(pages, page, offset, token, PAGE: tl.constexpr):
 
 
 @triton.jit
-def _turned(at, inside, weight, eps, cosine, sine, NORM: tl.constexpr, HALF: tl.constexpr):
+def _turned(
+    at, head, inside, weight, squares, place, eps, cosine, sine, NORM: tl.constexpr, HALF: tl.constexpr
+):
     """Both halves of heads, rotated, [HEADS_BLOCK, D/2] float32 each; normed where NORM is 1 before, where it
-    is 2 behind."""
+    is 2 behind, where it is 3 before by the mean square of them all, which is in `place`."""
     first = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(at + HALF, mask=inside, other=0.0).to(tl.float32)
     if NORM == 1:
         first, second = _normed(first, second, weight, eps, HALF)
+    if NORM == 3:
+        scale = 1.0 / tl.sqrt(tl.load(squares + place) + eps)
+        dim = head * (2 * HALF) + tl.arange(0, HALF)[None, :]
+        first *= scale * tl.load(weight + dim, mask=inside, other=0.0).to(tl.float32)
+        second *= scale * tl.load(weight + HALF + dim, mask=inside, other=0.0).to(tl.float32)
     first, second = first * cosine - second * sine, second * cosine + first * sine
     if NORM == 2:
         first, second = _normed(first, second, weight, eps, HALF)

@@ -122,7 +122,11 @@ BY_KERNELS: Mapping[str, Mapping[str, Any]] = {
     "phi3": {},
     "seed_oss": {},
     "ernie4_5": {},
+    "ministral": {"sliding_window": 12, "layer_types": ["sliding_attention", "full_attention"]},
     "ministral3": {},
+    "olmo2": {},
+    "olmo3": {},
+    "arcee": {},
     "qwen3_5_text": {"linear_key_head_dim": 16},
 }
 """Those that a device's kernels compute, and sizes that these take, where they are not as above."""

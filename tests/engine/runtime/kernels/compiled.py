@@ -224,6 +224,8 @@ def report_dependent() -> None:
     report("dependent norm", fused, "rms_norm_kernel", norm_of, **on)
     gates = partial(fused.sigmoid_mul, meta(32, 2048), meta(32, 5120))
     report("dependent gates", fused, "sigmoid_mul_kernel", gates, **on)
+    with recorded(fused, "norm_rotate_store_kernel"):
+        report("dependent squares", fused, "mean_squares_kernel", wide_store_launch, **on)
     report("dependent silu", fused, "silu_mul_kernel", lambda: fused.silu_mul(meta(32, 28_672)), **on)
     for kernel in ("measure_kernel", "weigh_kernel", "order_kernel", "choose_kernel"):
         report(f"dependent {kernel}", device_sampling, kernel, sample_launch, **on)
@@ -325,6 +327,14 @@ def gated_store_launch() -> Tensor:
     return fused.norm_rotate_store(qkv, angles, norm, cache, cache, place, place, gated=True)
 
 
+def wide_store_launch() -> Tensor:
+    """32 tokens of an OLMo-3-7B, whose heads are normed as one."""
+    cache, place, qkv = meta(1000, 32, 64, 128), meta(32, dtype=torch.int64), meta(32, 96 * 128)
+    norm = fused.QKNorm(meta(4096), meta(4096), 1e-6, squares=fused.mean_squares(qkv, 32, 32, 128))
+    angles = meta(32, 64), meta(32, 64)
+    return fused.norm_rotate_store(qkv, angles, norm, cache, cache, place, place)
+
+
 def store_launch(clear_tails: bool = False, **kv: Any) -> Tensor:
     """32 tokens of a Qwen3-8B."""
     cache, place = meta(1000, 8, 64, 128, **kv), meta(32, dtype=torch.int64)
@@ -348,6 +358,10 @@ def report_fused() -> None:
     fp8 = torch.float8_e4m3fn
     report("norm_rotate_store fp8", fused, "norm_rotate_store_kernel", lambda: store_launch(dtype=fp8))
     report("norm_rotate_store gated", fused, "norm_rotate_store_kernel", gated_store_launch)
+    with recorded(fused, "norm_rotate_store_kernel"):
+        report("mean_squares", fused, "mean_squares_kernel", wide_store_launch)
+    with recorded(fused, "mean_squares_kernel"):
+        report("norm_rotate_store wide", fused, "norm_rotate_store_kernel", wide_store_launch)
     report("norm_rotate_store clear", fused, "norm_rotate_store_kernel", lambda: store_launch(True))
     gelu = partial(fused.silu_mul, meta(32, 2 * 6912), gelu=True)
     report("gelu_mul", fused, "silu_mul_kernel", gelu)

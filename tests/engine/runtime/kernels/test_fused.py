@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from torch.nn.functional import silu
+from torch.nn.functional import gelu, silu
 
 from engine.runtime.kernels import fused
 from engine.runtime.models.rotary import Rotary
@@ -95,3 +95,12 @@ def test_silu_mul(inner: int, dtype: torch.dtype) -> None:
     gate, up = gate_up.float().chunk(2, dim=-1)
     close = partial(torch.testing.assert_close, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
     close(fused.silu_mul(gate_up).float(), silu(gate) * up)
+    close(fused.silu_mul(gate_up, gelu=True).float(), gelu(gate, approximate="tanh") * up)
+
+
+def test_gates_that_lie_behind_other_columns() -> None:
+    torch.manual_seed(0)
+    x, gates = torch.randn(3, 1500), torch.randn(3, 1700)
+    expected = x * gates[:, 200:].sigmoid()
+    assert fused.sigmoid_mul(x, gates) is x
+    torch.testing.assert_close(x, expected, atol=1e-6, rtol=1e-6)
