@@ -408,9 +408,17 @@ class Scheduler:
         for sequence, reason in self._results.take(flight, result, self._news, now):
             self._finish(sequence, reason, now)
         if self._results.matched:
-            self.masks.advance(self._results.matched)
-            self._results.matched = []
+            matched, self._results.matched = self._results.matched, []
+            self.masks.advance(matched, self._foreseen(matched) if self._drafting is not None else {})
         self._allocator.settle(flight)
+
+    def _foreseen(self, matched: list[tuple[int, int]]) -> dict[int, list[int]]:
+        """What may follow behind the tokens of sequences with grammars, by handle: they are drafted before
+        their masks are filled, as each needs one."""
+        assert self._drafting is not None
+        sequences = {handle: self._sequences[handle] for handle, _ in matched}
+        found = ((handle, self._drafting.foresee(sequence)) for handle, sequence in sequences.items())
+        return {handle: drafts for handle, drafts in found if drafts is not None}
 
     # -- ending -----------------------------------------------------------------------------------
 
