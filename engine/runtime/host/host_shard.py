@@ -141,6 +141,11 @@ class HostShard:
         """Bytes of the state of one sequence."""
         return StateGeometry.of(self.model, self.dtype).slot_bytes
 
+    @property
+    def drafts_max(self) -> int:
+        """The most drafts of a row. A state that has taken in a wrong one could not give it back."""
+        return 0 if self.state_bytes else self.network.drafts_max
+
     def page_count(self) -> int:
         config, available_bytes = self.config, available_memory_bytes() // self.neighbours
         states = config.max_num_seqs * self.state_bytes
@@ -151,7 +156,7 @@ class HostShard:
         info = untimed_info(
             self.config, self.model, self.geometry, self.dtype, self.max_model_len, pages, arithmetic
         )
-        return msgspec.structs.replace(info, state_bytes=self.state_bytes, drafts_max=self.network.drafts_max)
+        return msgspec.structs.replace(info, state_bytes=self.state_bytes, drafts_max=self.drafts_max)
 
     def build(self, info: RunnerInfo, progress: Progress) -> HostRunner:
         cache = KVCache(self.geometry, info.pages)
@@ -182,6 +187,11 @@ def load_shard(config: RunnerConfig, progress: Progress, ranks: Collective = ALO
         # Little is left to torch, and its threads would compete with the network's own for the cores.
         torch.set_num_threads(1)
     loaded = HostShard(config, shard.of(model), dtype, max_model_len, network, ranks.neighbours)
+    if not loaded.drafts_max:
+        reason = (
+            "states cannot take a wrong one back" if loaded.state_bytes else "by torch, bits would differ"
+        )
+        progress(f"verifying no drafts: {reason}")
     if size := loaded.state_bytes:
         progress(
             f"keeping a state of {size / 1e6:.1f} MB for each of {config.max_num_seqs} sequences; prefixes "
