@@ -14,7 +14,8 @@ those that were paused since the last plan. It has one token budget, spent in th
    When none is available a sequence is preempted (`engine.core.step.victims`): it releases all its pages into
    the prefix cache, and is restored later from what is left there and in host memory
    (`engine.core.step.host_tier`).
-2. *Decodes* (`engine.core.step.planner`): one token for each running sequence that has one pending.
+2. *Decodes* (`engine.core.step.planner`): one token for each running sequence that has one pending, and the
+   drafts behind it that pay (`engine.core.step.drafting`).
 3. *Prompts* (`engine.core.step.planner`), by rank (`engine.core.queue.policy`): chunks of running sequences
    (chunked prefill), and admissions from the waiting queue (`engine.core.queue.waiting`), for as much of the
    step as prompts may take (`engine.core.estimate.pace`).

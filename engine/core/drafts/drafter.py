@@ -8,7 +8,7 @@ from typing import Final, NamedTuple, Protocol
 from engine.core.drafts.ngrams import NGrams
 from engine.core.drafts.price import FORCED, Acceptance
 
-PAUSE_MAX: Final = 8
+PAUSE_MAX: Final = 16
 """The most tokens that pass from one look that finds nothing to the next."""
 
 

@@ -41,6 +41,7 @@ LATE_SHARE: Final = 0.25
 TOKENS_SHARE: Final = 0.5
 LEAST_SHARE: Final = 1 / 256
 """The least share of a step that a draft is taken to cost, whatever was learned."""
+LEAST_S: Final = 1e-9
 READ_MAX: Final = 4096
 ROOM: Final = 64 << 20
 LOOK_AGAIN: Final = 8
@@ -153,15 +154,11 @@ class Drafting:
         cost, rows = self.learner.known, len(decodes)
         work = Work.of([each.planned_len for each in decodes.values()], [1] * rows)
         step_s = cost.seconds(work)
-        least_s = LEAST_SHARE * step_s
+        least_s = max(LEAST_SHARE * step_s, LEAST_S)
+        drafts_s = self.learner.drafts_s([each.computed_len for each, _ in looks], work, step_s)
         offers = [
-            Offer(
-                draft.chance,
-                len(draft.tokens),
-                max(self.learner.draft_s(sequence.planned_len, work, step_s), least_s),
-                draft.is_probe,
-            )
-            for sequence, draft in looks
+            Offer(draft.chance, len(draft.tokens), max(draft_s, least_s), draft.is_probe)
+            for (_, draft), draft_s in zip(looks, drafts_s, strict=True)
         ]
         spare = int(TOKENS_SHARE * (builder.tokens_left - rows))
         lengths = lengths_that_pay(offers, rows, step_s, self._spare_s(decodes, step_s), spare)
