@@ -38,6 +38,9 @@ class FakeDrafts:
             drafts.append(token)
         return Draft(drafts, 0.98, 0) if drafts else None
 
+    def forced(self) -> Draft:
+        return Draft([], 0.98, 0)
+
     def take(self, draft: Draft) -> None:
         """Nothing: it knows what is right."""
 

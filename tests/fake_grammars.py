@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Final
 from zlib import crc32
@@ -73,6 +73,7 @@ class FakeGrammars:
         self._vocab_size = vocab_size
         self._fill_s = fill_s
         self.matchers: dict[int, FakeMatcher] = {}
+        self._drafts: dict[int, Sequence[int]] = {}
         self._coming: dict[int, float] = {}
         """The time at which the next mask of a sequence is there, by handle."""
         self.waits_s: list[float] = []
@@ -82,11 +83,28 @@ class FakeGrammars:
         self.matchers[handle] = FakeMatcher(grammar, self._vocab_size)
         self._coming[handle] = self._now() + self._fill_s(handle)
 
-    def advance(self, tokens: Iterable[tuple[int, int]]) -> None:
+    def advance(self, tokens: Iterable[tuple[int, int]], drafts: Mapping[int, Sequence[int]] = {}) -> None:
+        fresh = set[int]()
         for handle, token in tokens:
-            assert handle not in self._coming, "a token without its mask"
+            assert handle in fresh or handle not in self._coming, "a token without its mask"
+            assert self.matchers[handle].standing is MatcherStanding.GOES_ON or handle not in fresh
+            fresh.add(handle)
             self.matchers[handle].take(token)
             self._coming[handle] = self._now() + self._fill_s(handle)
+            self._drafts[handle] = drafts.get(handle, ())
+
+    def _foreseen(self, handle: int) -> tuple[list[int], list[bytes]]:
+        """The drafts that the grammar allows, and the mask behind each."""
+        matcher, taken, ahead = replace(self.matchers[handle]), list[int](), list[bytes]()
+        for token in self._drafts.pop(handle, ()):
+            if matcher.standing is not MatcherStanding.GOES_ON or not is_allowed(matcher.mask, token):
+                break
+            matcher.take(token)
+            if matcher.standing is not MatcherStanding.GOES_ON:
+                break
+            taken.append(token)
+            ahead.append(matcher.mask)
+        return taken, ahead
 
     def close(self, handle: int) -> None:
         del self.matchers[handle]
@@ -98,7 +116,7 @@ class FakeGrammars:
         for handle in due:
             del self._coming[handle]
             matcher = self.matchers[handle]
-            filled.append(Filled(handle, matcher.mask, matcher.standing, FILL_S))
+            filled.append(Filled(handle, matcher.mask, matcher.standing, FILL_S, *self._foreseen(handle)))
         return filled
 
     def wait(self, seconds: float) -> None:

@@ -14,7 +14,8 @@ those that were paused since the last plan. It has one token budget, spent in th
    When none is available a sequence is preempted (`engine.core.step.victims`): it releases all its pages into
    the prefix cache, and is restored later from what is left there and in host memory
    (`engine.core.step.host_tier`).
-2. *Decodes* (`engine.core.step.planner`): one token for each running sequence that has one pending.
+2. *Decodes* (`engine.core.step.planner`): one token for each running sequence that has one pending, and the
+   drafts behind it that pay (`engine.core.step.drafting`).
 3. *Prompts* (`engine.core.step.planner`), by rank (`engine.core.queue.policy`): chunks of running sequences
    (chunked prefill), and admissions from the waiting queue (`engine.core.queue.waiting`), for as much of the
    step as prompts may take (`engine.core.estimate.pace`).
@@ -414,9 +415,17 @@ class Scheduler:
         for sequence, reason in self._results.take(flight, result, self._news, now):
             self._finish(sequence, reason, now)
         if self._results.matched:
-            self.masks.advance(self._results.matched)
-            self._results.matched = []
+            matched, self._results.matched = self._results.matched, []
+            self.masks.advance(matched, self._foreseen(matched) if self._drafting is not None else {})
         self._allocator.settle(flight)
+
+    def _foreseen(self, matched: list[tuple[int, int]]) -> dict[int, list[int]]:
+        """What may follow behind the tokens of sequences with grammars, by handle: they are drafted before
+        their masks are filled, as each needs one."""
+        assert self._drafting is not None
+        sequences = {handle: self._sequences[handle] for handle, _ in matched}
+        found = ((handle, self._drafting.foresee(sequence)) for handle, sequence in sequences.items())
+        return {handle: drafts for handle, drafts in found if drafts is not None}
 
     # -- ending -----------------------------------------------------------------------------------
 

@@ -46,12 +46,13 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Sequence_
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final
 
 from engine.contract.messages import Finished, FinishReason, SamplingParams, ServiceClass, Want
-from engine.core.drafts.drafter import Drafts
+from engine.core.drafts.drafter import Draft, Drafts
 from engine.core.pages.block_manager import BlockManager, PageChain, PageIdentity
 
 
@@ -149,8 +150,16 @@ class Sequence:
     coming, as if all were right."""
     drafter: Drafts | None = None
     """Finds its drafts; None before it is first looked at, and where it drafts nothing."""
+    foreseen: Sequence_[int] = ()
+    """Where it follows a grammar: the drafts behind which its masks are known."""
+    masks_ahead: Sequence_[bytes] = ()
+    """The mask behind each of them."""
+    draft: Draft | None = None
+    """What the beginning of these was drafted as; None where the grammar forces them."""
     drafts_from: int = NEVER
-    """The computed tokens from which on it is to be looked at for drafts."""
+    """The computed tokens from which on a plan is to look at it for drafts."""
+    looks_from: int = 0
+    """The same for what is drafted before its masks are filled."""
     drafted: int = 0
     """Drafts that steps verified, or verify."""
     accepted: int = 0
@@ -340,11 +349,20 @@ class Sequence:
         self.in_flight_len += length
         if want:
             self.coming += 1
-            self.mask = None if self.mask else self.mask
+            if self.mask:
+                self.mask, self.foreseen, self.masks_ahead = None, (), ()
+                self.drafts_from = NEVER
         if want is Want.VERIFY:
             self.verifying = length - 1
             self.coming += length - 1
             self.drafted += length - 1
+
+    def foresee(self, drafts: Sequence_[int], masks: Sequence_[bytes]) -> None:
+        """Know the masks behind drafts, none of which ends it."""
+        stops = self.sampling.stop_token_ids
+        length = next((at for at, token in enumerate(drafts) if token in stops), len(drafts))
+        self.foreseen, self.masks_ahead = drafts[:length], masks[:length]
+        self.drafts_from = 0 if length else NEVER
 
     def land(self, length: int, want: Want) -> None:
         """Count the row of its oldest step in flight as computed. A sampled token is given to `append`

@@ -37,6 +37,10 @@ class CoreReading:
     is_ready: bool
 
 
+UNCHARGED: Final = ("late", "preempted", "choice", "draft")
+"""The reasons of `EngineMetrics.count_uncharged`."""
+
+
 class EngineMetrics:
     """The metrics of one engine."""
 
@@ -52,25 +56,21 @@ class EngineMetrics:
         self.requests = self._counter("requests", "Requests, by how they ended.", "end_reason")
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests that were taken.")
         self.generated_tokens = self._counter("generated_tokens", "Tokens sampled, charged or not.")
-        self.uncharged_tokens = self._counter(
-            "uncharged_tokens", "Tokens that were computed and are charged to nobody.", "reason"
+        self.uncharged_tokens = self._series(
+            "uncharged_tokens", "Tokens that were computed and are charged to nobody.", reason=UNCHARGED
         )
-        for reason in ("late", "preempted", "choice", "draft"):  # a rate needs a series from the start
-            self.uncharged_tokens.inc(reason, by=0)
-        self.drafts = self._counter(
+        self.drafts = self._series(
             "drafts",
             "Tokens that were guessed and verified. Each right one saved its sequence a step.",
-            "outcome",
+            outcome=("right", "wrong"),
         )
-        for outcome in ("right", "wrong"):
-            self.drafts.inc(outcome, by=0)
         self.reasoning_tokens = self._counter("reasoning_tokens", "Sampled tokens that are reasoning.")
         self.calls = self._counter("calls", "Calls of functions in answers.")
-        self.grammar_requests = self._counter(
-            "grammar_requests", "Requests whose answer follows a grammar, by what asks for it.", "kind"
+        self.grammar_requests = self._series(
+            "grammar_requests",
+            "Requests whose answer follows a grammar, by what asks for it.",
+            kind=GRAMMAR_KINDS,
         )
-        for kind in GRAMMAR_KINDS:
-            self.grammar_requests.inc(kind, by=0)
         self.grammars_refused = self._counter("grammars_refused", "Grammars that could not be compiled.")
         self.masks_s = self._histogram(
             "masks_seconds", "The core's time for one sequence's grammar, beside the steps.", _LATENCY_S
@@ -98,6 +98,14 @@ class EngineMetrics:
 
     def _counter(self, name: str, documentation: str, *labels: str) -> Counter:
         return Counter(PREFIX + name, documentation, labels, registry=self.registry)
+
+    def _series(self, name: str, documentation: str, **labels: Sequence[str]) -> Counter:
+        """A counter with one label, whose values are known: a rate needs a series from the start."""
+        ((label, values),) = labels.items()
+        counter = self._counter(name, documentation, label)
+        for value in values:
+            counter.inc(value, by=0)
+        return counter
 
     def _gauge(self, name: str, documentation: str) -> Gauge:
         return Gauge(PREFIX + name, documentation, registry=self.registry)

@@ -6,9 +6,9 @@ from array import array
 from typing import Final, NamedTuple, Protocol
 
 from engine.core.drafts.ngrams import NGrams
-from engine.core.drafts.price import Acceptance
+from engine.core.drafts.price import FORCED, Acceptance
 
-PAUSE_MAX: Final = 8
+PAUSE_MAX: Final = 16
 """The most tokens that pass from one look that finds nothing to the next."""
 
 
@@ -41,6 +41,10 @@ class Drafts(Protocol):
     def look(self, tokens: array[int], most: int, read_max: int) -> Draft | None:
         """What may follow, `most` tokens at most, and none that ends the sequence. Reads what is new of the
         tokens, `read_max` at most."""
+        ...
+
+    def forced(self) -> Draft:
+        """What to offer tokens as that a grammar forces."""
         ...
 
     def take(self, draft: Draft) -> None:
@@ -94,6 +98,9 @@ class NGramDrafts:
             return None
         kind = Acceptance.kind(found.matched)
         return Draft(drafts, self._acceptance.chance(kind), kind, self._acceptance.is_probing)
+
+    def forced(self) -> Draft:
+        return Draft([], self._acceptance.chance(FORCED), FORCED)
 
     def take(self, draft: Draft) -> None:
         self._verified, self._misses = draft.kind, 0

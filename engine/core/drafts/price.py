@@ -25,7 +25,9 @@ from typing import Final, NamedTuple
 
 MATCHED: Final = (2, 4, 8)
 """The least lengths of matches that are told apart."""
-PRIORS: Final = (0.35, 0.6, 0.85)
+PRIORS: Final = (0.35, 0.6, 0.85, 0.98)
+FORCED: Final = 3
+"""The kind of tokens that a grammar forces."""
 PRIOR_DRAFTS: Final = 2.0
 FORGETTING: Final = 0.98
 """The weight of a step's drafts beside that of the next one's."""

@@ -316,13 +316,14 @@ class CostLearner:
             self._solve(self._slowdown)
         return self._cost
 
-    def draft_s(self, position: int, work: Work, step_s: float) -> float:
-        """The time that a draft adds to the row from `position` on, in a step of this work and time: no less
-        than the part of a step that it took while warming up. A busy machine's steps do not tell."""
-        own_s = self._cost.draft_s(position)
-        if self._warmup is None:
-            return own_s
-        return max(own_s, step_s * self._measured.draft_s(position) / self._measured.seconds(work))
+    def drafts_s(self, positions: Sequence[int], work: Work, step_s: float) -> list[float]:
+        """The time that a draft adds to the row from each of these positions on, in a step of this work and
+        time: no less than the part of a step that it took while warming up. A busy machine's steps do not
+        tell."""
+        cost, measured = self._cost, self._measured
+        measured_s = 0.0 if self._warmup is None else measured.seconds(work)
+        part = step_s / measured_s if measured_s else 0.0
+        return [max(cost.draft_s(each), part * measured.draft_s(each)) for each in positions]
 
     @property
     def known(self) -> StepCost:

@@ -21,12 +21,15 @@ Rules
 4. A matcher that is complete allows the end tokens alone, and the sequence ends by one. Where none of these
    ends it, since its request ignores them, it ends as soon as the matcher is complete.
 5. Preemption, pauses and recomputation leave matcher and mask alone: they depend on tokens, not on pages.
+6. With a mask may come those behind drafts (`engine.core.drafts`), as far as the grammar allows these and
+   goes on behind each; and where it allows one token alone, that is a draft. A copy of the matcher has taken
+   them in, and the matcher itself takes in what comes of them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Final, Protocol
@@ -59,6 +62,10 @@ class Filled:
     standing: MatcherStanding
     seconds: float
     """The time that it took a thread."""
+    drafts: Sequence[int] = ()
+    """Tokens that may follow one after another."""
+    ahead: Sequence[bytes] = ()
+    """The mask of the token behind each of them."""
 
 
 class Grammars(Protocol):
@@ -68,9 +75,10 @@ class Grammars(Protocol):
         """Begin the answer of a sequence; its first mask comes."""
         ...
 
-    def advance(self, tokens: Iterable[tuple[int, int]]) -> None:
-        """Take in the tokens of sequences, (handle, token) each, whose masks were there; the next ones
-        come."""
+    def advance(self, tokens: Iterable[tuple[int, int]], drafts: Mapping[int, Sequence[int]] = {}) -> None:
+        """Take in the tokens of sequences, (handle, token) each, whose masks were there, those of one
+        sequence in a row; the next masks come. `drafts`: what may follow behind them, by handle, where the
+        masks behind that are to come as well; nothing where only what the grammar forces is."""
         ...
 
     def close(self, handle: int) -> None:
@@ -95,7 +103,7 @@ class NoGrammars:
     def open(self, handle: int, grammar: str, tenant: str) -> None:
         self._failed.append(Filled(handle, b"", MatcherStanding.FAILED, 0.0))
 
-    def advance(self, tokens: Iterable[tuple[int, int]]) -> None:
+    def advance(self, tokens: Iterable[tuple[int, int]], drafts: Mapping[int, Sequence[int]] = {}) -> None:
         assert not tokens, "no mask was there"
 
     def close(self, handle: int) -> None:
@@ -123,9 +131,9 @@ class Masks:
         self.sequences[sequence.handle] = sequence
         self._grammars.open(sequence.handle, grammar, sequence.tenant)
 
-    def advance(self, sampled: Iterable[tuple[int, int]]) -> None:
-        """Take in sampled tokens, (handle, token) each, of sequences that go on."""
-        self._grammars.advance(sampled)
+    def advance(self, sampled: Iterable[tuple[int, int]], drafts: Mapping[int, Sequence[int]] = {}) -> None:
+        """Take in sampled tokens, (handle, token) each, of sequences that go on, and what may follow them."""
+        self._grammars.advance(sampled, drafts)
 
     def close(self, handle: int) -> None:
         del self.sequences[handle]
@@ -147,6 +155,8 @@ class Masks:
                 assert sequence.mask is None
                 yield sequence, None
                 sequence.mask = filled.mask
+                if filled.drafts:
+                    sequence.foresee(filled.drafts, filled.ahead)
 
     @property
     def first_token_by(self) -> float:
@@ -162,8 +172,7 @@ class Masks:
             if want is Want.SAMPLE:
                 masks.append(row.mask)
             elif want is Want.VERIFY:
-                assert row.mask == b"", "a draft without its mask"
-                masks += [b""] * length
+                masks += [row.mask, *row.masks_ahead[: length - 1]] if row.mask else [b""] * length
         assert None not in masks, "a row without its mask"
         return masks if any(masks) else []  # type: ignore[return-value]
 

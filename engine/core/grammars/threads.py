@@ -30,7 +30,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from ctypes import addressof, c_char
 from dataclasses import dataclass, field
 from functools import partial
@@ -38,12 +38,14 @@ from typing import Final
 
 from engine.contract.grammars import BadGrammar, Executor, Matcher, Vocabulary, compiled, failure
 from engine.core.grammars.lanes import SLOW_S, Lane
-from engine.core.grammars.masks import Filled, MatcherStanding
+from engine.core.grammars.masks import Filled, MatcherStanding, is_allowed
 from shared.process import logs
 
 CACHED_MAX: Final = 256
 CACHED_LEN_MAX: Final = 64 << 20
 PROVEN: Final = 8
+FORESEEN_MAX: Final = 8
+"""The most drafts behind which masks are filled."""
 log = logs.get(__name__)
 
 
@@ -69,8 +71,10 @@ class _Row:
     compiled: _Compiled | None = None
     matcher: Matcher | None = None
     """A copy of the compiled one; None until the first token."""
-    token: int = -1
-    """The token that the matcher has not taken in yet."""
+    tokens: list[int] = field(default_factory=list)
+    """The tokens that the matcher has not taken in yet."""
+    drafts: Sequence[int] | None = None
+    """What may follow them; None where no masks behind drafts are wanted."""
     is_open: bool = True
     unproven: int = 0
     """The masks in time that it lacks to be filled in the fast lane; 0: it is."""
@@ -130,11 +134,16 @@ class GrammarThreads:
             compiling.tenants.add(tenant)
             self._slow.put(tenant, partial(self._compile, compiling))
 
-    def advance(self, tokens: Iterable[tuple[int, int]]) -> None:
+    def advance(self, tokens: Iterable[tuple[int, int]], drafts: Mapping[int, Sequence[int]] = {}) -> None:
         batches: dict[str, list[_Row]] = {}
+        fresh: list[_Row] = []
         for handle, token in tokens:
             row = self._rows[handle]
-            row.token = token
+            if not row.tokens:
+                fresh.append(row)
+            row.tokens.append(token)
+        for row in fresh:
+            row.drafts = drafts.get(row.handle)
             if row.unproven:
                 self._slow.put(row.tenant, partial(self._fill_slow, row))
             else:
@@ -220,9 +229,9 @@ class GrammarThreads:
 
     def _fill_fast(self, tenant: str, rows: list[_Row]) -> None:
         rows = [row for row in rows if row.is_open]
-        together = [row for row in rows if not row.suspect]
+        together = [row for row in rows if not row.suspect and len(row.tokens) == 1]
         if len(together) > 1:
-            rows = [row for row in rows if row.suspect]
+            rows = [row for row in rows if row.suspect or len(row.tokens) > 1]
             self._fill_together(together)
         for at, row in enumerate(rows, 1):
             filled = self._filled(row)
@@ -249,7 +258,7 @@ class GrammarThreads:
         try:
             matchers = [row.own_matcher() for row in rows]
             executor = self._executor()
-            tokens = [row.token for row in rows]
+            tokens = [row.tokens[0] for row in rows]
             taken = executor.consume_token_par(list(zip(matchers, tokens, strict=True)))
             places = list(zip(matchers, range(len(rows)), strict=True))
             address = addressof(c_char.from_buffer(masks))
@@ -267,7 +276,9 @@ class GrammarThreads:
                 mask = bytes(masks[at * size : (at + 1) * size])
             else:
                 mask, standing = b"", MatcherStanding.FAILED
-            self._done.append(Filled(row.handle, mask, standing, seconds / len(rows)))
+            foreseen = self._foreseen(row, mask, standing)
+            row.tokens = []
+            self._done.append(Filled(row.handle, mask, standing, seconds / len(rows), *foreseen))
 
     def _executor(self) -> Executor:
         """This thread's own. It works on one other thread, so that a job takes one core, whatever it does."""
@@ -282,11 +293,40 @@ class GrammarThreads:
         mask, standing = b"", MatcherStanding.FAILED
         try:
             matcher = row.own_matcher()
-            if matcher.consume_token(row.token):
+            if all(map(matcher.consume_token, row.tokens)):
                 mask, standing = self._mask(matcher)
         except BaseException as error:  # llguidance's panics are no Exceptions
             log.warning("core.grammar_failed", reason=type(error).__name__)
-        return Filled(row.handle, mask, standing, time.thread_time() - began_s)
+        seconds = time.thread_time() - began_s
+        foreseen = self._foreseen(row, mask, standing) if seconds <= SLOW_S else ()
+        row.tokens = []
+        return Filled(row.handle, mask, standing, seconds, *foreseen)
+
+    def _foreseen(
+        self, row: _Row, mask: bytes, standing: MatcherStanding
+    ) -> tuple[()] | tuple[list[int], list[bytes]]:
+        """The drafts of a row that its grammar allows, with the tokens that it forces behind them, and the
+        mask behind each. A copy of the matcher takes them in: one in error would never leave it. What takes
+        longer than `SLOW_S` in all goes no further."""
+        if row.drafts is None or standing is not MatcherStanding.GOES_ON:
+            return ()
+        began_s, drafts, ahead = time.thread_time(), list[int](), list[bytes]()
+        try:
+            matcher = row.own_matcher().deep_copy()
+            tokens = deque(row.drafts)
+            while len(drafts) < FORESEEN_MAX and time.thread_time() - began_s <= SLOW_S:
+                if not tokens or not is_allowed(mask, tokens[0]):
+                    tokens = deque(matcher.compute_ff_tokens())
+                if not tokens or not matcher.consume_token(token := tokens.popleft()):
+                    break
+                mask, standing = self._mask(matcher)
+                if standing is not MatcherStanding.GOES_ON:
+                    break
+                drafts.append(token)
+                ahead.append(mask)
+        except BaseException as error:  # llguidance's panics are no Exceptions
+            log.warning("core.drafts_failed", reason=type(error).__name__)
+        return drafts, ahead
 
     def _mask(self, matcher: Matcher) -> tuple[bytes, MatcherStanding]:
         mask = matcher.compute_bitmask()  # with a word more than there are tokens, where these fill the last

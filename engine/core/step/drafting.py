@@ -41,6 +41,7 @@ LATE_SHARE: Final = 0.25
 TOKENS_SHARE: Final = 0.5
 LEAST_SHARE: Final = 1 / 256
 """The least share of a step that a draft is taken to cost, whatever was learned."""
+LEAST_S: Final = 1e-9
 READ_MAX: Final = 4096
 ROOM: Final = 64 << 20
 LOOK_AGAIN: Final = 8
@@ -50,6 +51,14 @@ LOOK_AGAIN: Final = 8
 def ngram_drafter(sequence: Sequence) -> Drafts:
     params = sequence.sampling
     return NGramDrafts(sequence.prompt_len + params.max_tokens, params.stop_token_ids)
+
+
+def _pause(sequence: Sequence, tokens: int) -> None:
+    """Look at a sequence again in so many tokens."""
+    if sequence.mask:
+        sequence.looks_from = sequence.computed_len + tokens
+    else:
+        sequence.drafts_from = sequence.computed_len + tokens
 
 
 @dataclass(slots=True)
@@ -78,6 +87,19 @@ class Drafting:
         builder.add_decodes({slot: each for slot, each in decodes.items() if slot not in drafts})
         builder.add_verifying({slot: decodes[slot] for slot in drafts}, [*drafts.values()])
 
+    def foresee(self, sequence: Sequence) -> list[int] | None:
+        """What may follow the newest token of a sequence with a grammar; None where it drafts nothing."""
+        most = min(self.drafts_max, sequence.kv_len_max - sequence.computed_len - 1)
+        drafter = sequence.drafter or self._begin(sequence)
+        if drafter is None or most < 1:
+            return None
+        sequence.draft = None
+        if sequence.looks_from <= sequence.computed_len:
+            sequence.draft = drafter.look(sequence.tokens, most, READ_MAX)
+            if sequence.draft is None and drafter.read_len == len(sequence.tokens):
+                sequence.looks_from = sequence.computed_len + drafter.pause
+        return [] if sequence.draft is None else sequence.draft.tokens
+
     def leave(self, sequence: Sequence) -> None:
         """Forget a sequence that has ended."""
         if sequence.drafter is not None:
@@ -92,10 +114,15 @@ class Drafting:
             computed_len = sequence.computed_len
             most = min(self.drafts_max, spare, sequence.kv_len_max - computed_len - 1)
             if sequence.in_flight_len or most < 1:
-                sequence.drafts_from = computed_len + LOOK_AGAIN
+                _pause(sequence, LOOK_AGAIN)
                 continue
             drafter = sequence.drafter or self._begin(sequence)
             if drafter is None:
+                continue
+            if sequence.mask:
+                own = [*sequence.foreseen[:most]]
+                known = sequence.draft or drafter.forced()
+                found.append((sequence, known._replace(tokens=own)))
                 continue
             read_len = drafter.read_len
             draft = drafter.look(sequence.tokens, most, to_read)
@@ -127,15 +154,11 @@ class Drafting:
         cost, rows = self.learner.known, len(decodes)
         work = Work.of([each.planned_len for each in decodes.values()], [1] * rows)
         step_s = cost.seconds(work)
-        least_s = LEAST_SHARE * step_s
+        least_s = max(LEAST_SHARE * step_s, LEAST_S)
+        drafts_s = self.learner.drafts_s([each.computed_len for each, _ in looks], work, step_s)
         offers = [
-            Offer(
-                draft.chance,
-                len(draft.tokens),
-                max(self.learner.draft_s(sequence.planned_len, work, step_s), least_s),
-                draft.is_probe,
-            )
-            for sequence, draft in looks
+            Offer(draft.chance, len(draft.tokens), max(draft_s, least_s), draft.is_probe)
+            for (_, draft), draft_s in zip(looks, drafts_s, strict=True)
         ]
         spare = int(TOKENS_SHARE * (builder.tokens_left - rows))
         lengths = lengths_that_pay(offers, rows, step_s, self._spare_s(decodes, step_s), spare)
@@ -148,7 +171,7 @@ class Drafting:
                 drafter.pass_over()
                 # more rarely, too, where not even right ones would pay
                 pause = LOOK_AGAIN if offer.draft_s * rows >= step_s else drafter.pause
-                sequence.drafts_from = sequence.computed_len + pause
+                _pause(sequence, pause)
             elif (fit := self.allocator.grow_for_drafts(sequence, length, builder, now)) > 0:
                 drafter.take(draft)
                 drafts[slot] = draft.tokens[:fit]

@@ -108,12 +108,14 @@ class Results:
         right = agreed(drafts, [token for token, _ in sampled])
         sequence.land_drafts(right)
         served[sequence.tenant] += len(drafts) - right
-        reason = None
+        reason, matched = None, len(self.matched)
         for token, logprobs in sampled[: right + 1]:
             assert reason is None, "a draft behind an end"
             self._advance(sequence, 1, Want.SAMPLE)
             served[sequence.tenant] += token != NUMERIC_FAILURE
             reason = self._take_token(sequence, token, logprobs, news, now)
+        if reason is not None:
+            del self.matched[matched:]
         return reason
 
     def _advance(self, sequence: Sequence, length: int, want: Want) -> None:

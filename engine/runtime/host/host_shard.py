@@ -148,6 +148,11 @@ class HostShard:
         """Bytes of the state of one sequence."""
         return StateGeometry.of(self.model, self.dtype).slot_bytes
 
+    @property
+    def drafts_max(self) -> int:
+        """The most drafts of a row. A state that has taken in a wrong one could not give it back."""
+        return 0 if self.state_bytes else self.network.drafts_max
+
     def page_count(self) -> int:
         config, available_bytes = self.config, available_memory_bytes() // self.neighbours
         states, sizes = config.max_num_seqs * self.state_bytes, (self.geometry, self.max_model_len)
@@ -164,7 +169,7 @@ class HostShard:
             info,
             state_bytes=self.state_bytes,
             state_places=places,
-            drafts_max=0 if self.state_bytes else self.network.drafts_max,
+            drafts_max=self.drafts_max,
         )
 
     def build(self, info: RunnerInfo, progress: Progress) -> HostRunner:
@@ -205,7 +210,13 @@ def load_shard(config: RunnerConfig, progress: Progress, ranks: Collective = ALO
     if network.draw is not None:
         # Little is left to torch, and its threads would compete with the network's own for the cores.
         torch.set_num_threads(1)
-    return HostShard(config, shard.of(model), dtype, max_model_len, network, ranks.neighbours)
+    loaded = HostShard(config, shard.of(model), dtype, max_model_len, network, ranks.neighbours)
+    if not loaded.drafts_max:
+        reason = (
+            "states cannot take a wrong one back" if loaded.state_bytes else "by torch, bits would differ"
+        )
+        progress(f"verifying no drafts: {reason}")
+    return loaded
 
 
 def host_network(

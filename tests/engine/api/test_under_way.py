@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import engine.api.http.generate
-from engine.contract.messages import FinishReason
+from engine.contract.messages import FinishReason, StepOutput
 from tests.engine.api import apis
 from tests.engine.api.apis import Api, each_api
 from tests.engine.api.conftest import MODEL, PATIENCE_S, Served, until
@@ -165,3 +165,24 @@ async def test_tokens_behind_a_stop_string_are_named(served: Served, lines: list
     core.finish(1, FinishReason.ABORTED, late_tokens=1)
     await until(lambda: late_tokens(served) == 2)
     assert answer["usage"]["completion_tokens"] == lines[0]["completion_tokens"] == 1
+
+
+async def test_tokens_of_one_step_behind_a_stop_string_are_named(
+    served: Served, lines: list[dict[str, Any]]
+) -> None:
+    """A step that verified drafts brings several tokens of a sequence; none behind the stop string is
+    charged."""
+    core = served.core
+    served.says("the quick brown fox", ends=False)
+    core.is_held, core.heeds_aborts = True, False
+    body = {**CHAT, "stop": " quick"}
+    task = asyncio.create_task(served.http.post("/v1/chat/completions", json=body))
+    await until(lambda: bool(core.added))
+    core.step()
+    rest = core.running[1].script[1:]
+    core.say(StepOutput(1, [1] * len(rest), rest, [], [], [], [], core._stats()))
+    answer = (await asyncio.wait_for(task, PATIENCE_S)).json()
+    assert answer["choices"][0]["message"]["content"] == "the"
+    charged = answer["usage"]["completion_tokens"]
+    assert lines[0]["completion_tokens"] == charged
+    assert late_tokens(served) == 1 + len(rest) - charged > 0

@@ -94,6 +94,34 @@ def test_masks_follow_the_tokens_of_each_sequence(bell: Bell, vocabulary: Vocabu
     assert third[3].mask == second[1].mask, "its own matcher"
 
 
+def test_masks_behind_drafts_are_those_that_the_tokens_themselves_have(
+    bell: Bell, vocabulary: Vocabulary
+) -> None:
+    """As far as the grammar allows the drafts and goes on behind them; a matcher is not moved by them."""
+    grammar = choice("abcab", "abxab")
+    a, b, c, x = (vocabulary.tokenize_str(text)[0] for text in "abcx")
+    for handle in (1, 2, 3, 4):
+        bell.grammars.open(handle, grammar, "")
+    bell.filled(1, 2, 3, 4)
+    bell.grammars.advance([(1, a), (2, a), (3, a)], {1: [b, c, x], 2: [b, b], 3: []})
+    foreseen = bell.filled(1, 2, 3)
+    assert list(foreseen[1].drafts) == [b, c], "behind these a token is forced by which it is complete"
+    assert list(foreseen[2].drafts) == list(foreseen[3].drafts) == [b], "it allows no other"
+    masks = []
+    bell.grammars.advance([(4, a)])
+    assert not bell.filled(4)[4].drafts, "none was asked for"
+    for token in (b, c):
+        bell.grammars.advance([(4, token)])
+        masks.append(bell.filled(4)[4].mask)
+    assert list(foreseen[1].ahead) == masks
+    assert list(foreseen[2].ahead) == masks[:1]
+    bell.grammars.advance([(1, b), (1, c), (2, b), (2, x)], {1: []})
+    behind = bell.filled(1, 2)
+    assert behind[1].mask == masks[1]
+    assert behind[2].standing is MatcherStanding.GOES_ON
+    assert not behind[1].drafts, "forced, and the end"
+
+
 def test_a_complete_matcher_allows_the_end_alone(bell: Bell, vocabulary: Vocabulary) -> None:
     bell.grammars.open(1, choice("ab"), "")
     bell.filled(1)

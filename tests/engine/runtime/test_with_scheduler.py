@@ -34,6 +34,7 @@ from tests.engine.models import FAMILIES, VOCAB_SIZE, reference_logprobs, refere
 from tests.engine.runtime.conftest import MakeModel, load
 from tests.engine.runtime.test_oracle import TOLERANCE, distance
 from tests.fake_drafts import FakeDrafts
+from tests.fake_grammars import FakeGrammars
 
 OUTPUTS = 64
 PAGES = 32
@@ -44,7 +45,7 @@ def serve(scheduler: Scheduler, runner: Runner, added: list[AddSequence]) -> lis
     steps: list[StepOutput] = []
     for now, message in enumerate(added):
         scheduler.add(message, float(now))
-    while scheduler.has_work:
+    while scheduler.has_work or scheduler.masks.sequences:
         plan = scheduler.plan(100.0 + len(steps))
         assert plan is not None
         scheduler.commit(plan, runner.launch(plan).collect(), 100.5 + len(steps))
@@ -209,9 +210,14 @@ FEATURES: tuple[dict[str, Any], ...] = (
 )
 
 
-@pytest.mark.parametrize("right_share", [0.0, 0.6, 1.0])
 @pytest.mark.parametrize(
-    ("family", "dtype"), [("llama", "bfloat16"), ("mistral", "bfloat16"), ("qwen3", "float32")]
+    ("family", "dtype", "right_share"),
+    [
+        ("llama", "bfloat16", 0.0),
+        ("llama", "bfloat16", 1.0),
+        ("mistral", "bfloat16", 0.6),
+        ("qwen3", "float32", 0.6),
+    ],
 )
 def test_drafts_change_no_bit(tiny_model: MakeModel, family: str, dtype: str, right_share: float) -> None:
     """Whatever share of them is right: tokens, log-probabilities and reasons of ends are the same, of all
@@ -225,12 +231,13 @@ def test_drafts_change_no_bit(tiny_model: MakeModel, family: str, dtype: str, ri
         sampling = SamplingParams(
             **{"seed": handle, "max_tokens": 40, "logprobs": handle % 3, "prompt_logprobs": 1} | fields
         )
-        added.append(AddSequence(handle, f"req-{handle}", prompt, sampling))
+        grammar = f"grammar {handle}" if handle % 4 == 1 else ""
+        added.append(AddSequence(handle, f"req-{handle}", prompt, sampling, grammar=grammar))
 
     def served(drafter_of: Callable[[Sequence], Drafts] | None) -> tuple[list[StepOutput], Scheduler]:
         runner = load(path, dtype=dtype, max_num_seqs=6, max_step_tokens=64, kv_cache_memory=28 * page_bytes)
         config = SchedulerConfig(step_tokens_max=64, queue_len_max=64, drafts_max=15 if drafter_of else 0)
-        scheduler = Scheduler(config, runner.info)
+        scheduler = Scheduler(config, runner.info, grammars=FakeGrammars(lambda: 0.0, VOCAB_SIZE))
         if drafter_of is not None:
             draft_by(scheduler, drafter_of)
         return serve(scheduler, runner, added), scheduler
