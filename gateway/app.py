@@ -134,9 +134,9 @@ class Gateway:
         self.quotas, self._guarded = _stores(config, quotas or self._redis, clock)
         store = self._guarded or self.quotas
         self.billing, self._webhook = _billing(_accounting(config, worker), self.quotas, env, clock)
-        self.live = LiveRequests(config.limits.live_max)
+        self.live, memory = LiveRequests(config.limits.live_max), FairShare(config.limits.request_memory)
         self._tls, self._admin_tls = _tls(config, worker, clock)
-        self._key_sources = KeySources(clock)
+        self._key_sources, self._threads = KeySources(clock), FairThreads(config.limits.tokenizer_threads)
         identity_of = identity_of or self._identity_of
         self.accounts = AccountsReader(config, path, clock, identity_of, seen=seen, env=env)
         self.accounts.on_revoked = self._end_revoked
@@ -145,9 +145,7 @@ class Gateway:
         self.replicas = _replicas(config, self.accounts, clock)
         self._discovery = Discovery(config.models, self.replicas, env, clock)
         self._upstream = upstream = Upstream(config.hop, config.models, self.replicas.observe_origin, clock)
-        self._threads = FairThreads(config.limits.tokenizer_threads)
         self.engines = Engines(config.models, _asking(config, upstream, credentials, self.replicas), clock)
-        memory = FairShare(config.limits.request_memory)
         _set_gauges(self.live, upstream, memory)
         self._known, self._turns = KnownCallers(), FairTurns()
         parts = self.engines, store, self.replicas, upstream, credentials, self.live, self._threads, memory

@@ -138,7 +138,7 @@ class Edge:
         self._windows = ToldWindows(quotas, clock)
         self._ends = Pace(ENDS_PER_S, ENDS_AT_ONCE)
         self._health = health
-        self._stored = stored = StoredResponses(kept)
+        self._stored = StoredResponses(kept)
         self._clock = clock
         timeouts = config.timeouts
         self._soonest_s = min(
@@ -156,7 +156,12 @@ class Edge:
         """Ends those that other gateways have."""
         self._describing = 0
         """The number of callers that are being sent the API's description."""
-        self._handlers: Final[Mapping[Route, Handler]] = {
+        self._handlers: Final = self._table()
+        """The handlers of the routes that need no engine."""
+
+    def _table(self) -> Mapping[Route, Handler]:
+        stored = self._stored
+        return {
             LIST_MODELS: self._list_models,
             SHOW_MODEL: self._show_model,
             END_REQUESTS: self._end_requests,
@@ -166,7 +171,6 @@ class Edge:
             DELETE_RESPONSE: partial(self._tell, stored.delete),
             CANCEL_RESPONSE: partial(self._tell, self._cancel),
         }
-        """The handlers of the routes that need no engine."""
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answer a request of the public listener."""

@@ -20,6 +20,7 @@ GENERATING: Final[tuple[type[GenerationRequest], ...]] = (
 )
 """Those whose requests generate tokens."""
 OPERATIONS: Final[Mapping[str, str]] = {
-    kind.path: kind.operation for kind in (*GENERATING, EmbeddingsRequest)
+    **{kind.path: kind.operation for kind in GENERATING},
+    EmbeddingsRequest.path: EmbeddingsRequest.operation,
 }
 """The operation of each path that costs tokens, as spans name it."""
