@@ -8,7 +8,7 @@ reserved. It is told one maximum, which is the reserved one, and its streams are
 which the request is charged. One that takes a salt for its cached prefixes is sent the tenant's (`salts`),
 never the caller's own.
 
-What goes out is chosen before it is counted (`draft`), and is what is counted.
+What goes out is chosen before it is counted (`chosen_fields`), and is what is counted.
 
 Rules for the fields that an engine of another make is sent:
 
@@ -162,7 +162,7 @@ _SESSION: Final = SESSION_HEADER.encode()
 _FIRST_TOKEN_TIMEOUT: Final = FIRST_TOKEN_TIMEOUT_HEADER.encode()
 
 
-class Draft(Struct, frozen=True):
+class OutboundFields(Struct, frozen=True):
     """The fields of a request that go out."""
 
     ours: bool
@@ -172,22 +172,22 @@ class Draft(Struct, frozen=True):
     """The names of those that an engine of another make is not sent."""
 
 
-def draft(asked: Asked, model: ModelConfig, engine: Known) -> Draft:
+def chosen_fields(asked: Asked, model: ModelConfig, engine: Known) -> OutboundFields:
     """Choose what goes out. Raises InvalidRequest for what another make may not be sent."""
     is_ours = engine.is_ours
     if not (is_ours or engine.counts_as_ours):
         passed = passed_on(asked, model)
-        return Draft(False, passed.fields, passed.left_out)
+        return OutboundFields(False, passed.fields, passed.left_out)
     if not is_ours:
         check_images(asked.parsed.request.prompt_form, model.image_hosts)
-    return Draft(True, shaped(asked.parsed))
+    return OutboundFields(True, shaped(asked.parsed))
 
 
 def outbound(
     exchange: Exchange,
     terms: Terms,
     asked: Asked,
-    draft: Draft,
+    chosen: OutboundFields,
     count: TokenCount,
     *,
     maximum: int | None,
@@ -211,7 +211,7 @@ def outbound(
     if exchange.stages.state:
         headers += ((_TRACESTATE, exchange.stages.state.encode()),)
     overrides: dict[str, object] = {"model": terms.model.upstream_model or terms.model.name}
-    fields, ours, generation = draft.fields, draft.ours, asked.generation
+    fields, ours, generation = chosen.fields, chosen.ours, asked.generation
     if salt is not None:
         overrides["cache_salt"] = salt
     if ours:
@@ -220,7 +220,7 @@ def outbound(
             overrides[generation.max_tokens_param] = maximum
     else:
         is_unsalted = salt is None and "cache_salt" in asked.parsed.fields
-        exchange.ignored_fields = named((*draft.left_out, "cache_salt") if is_unsalted else draft.left_out)
+        exchange.ignored_fields = named((*chosen.left_out, "cache_salt") if is_unsalted else chosen.left_out)
         if generation is not None:
             overrides |= _instead(asked.endpoint, generation, fields, terms, maximum)
     ids = _ids(asked.parsed, count) if ours else {}

@@ -57,7 +57,7 @@ from gateway.relay.stream import Progress, Relay
 from gateway.relay.upstream import Credentials, Outbound, Upstream
 from gateway.request.dispatch import REPEATED, Dispatched, Dispatcher, Prepared
 from gateway.request.exchange import Exchange, LiveRequests
-from gateway.request.outbound import Draft, draft, outbound
+from gateway.request.outbound import OutboundFields, chosen_fields, outbound
 from gateway.request.record import observe_decision
 from gateway.request.salts import salt_of
 from gateway.routing.affinity import TIER_NAMES, affinity_of, class_of
@@ -177,7 +177,7 @@ class Pipeline:
         terms: Terms,
         engine: Known,
         asked: Asked,
-        counted: tuple[Draft, TokenCount] | None = None,
+        counted: tuple[OutboundFields, TokenCount] | None = None,
     ) -> Prepared:
         """Count the request's tokens unless they are `counted`, reserve them, and make of it what is sent."""
         chosen, count = counted or await self._count(exchange, terms, engine, asked)
@@ -347,12 +347,12 @@ class Pipeline:
 
     async def _count(
         self, exchange: Exchange, terms: Terms, engine: Known, asked: Asked
-    ) -> tuple[Draft, TokenCount]:
+    ) -> tuple[OutboundFields, TokenCount]:
         """Choose what goes out, and count its tokens."""
         exchange.mark(("tokenize", exchange.clock.monotonic()))
         request, tenant = asked.generation, terms.tenant.id
         if engine.tokenizer is not None and request is not None:
-            chosen = draft(asked, terms.model, engine)
+            chosen = chosen_fields(asked, terms.model, engine)
             parts = engine.tokenizer, engine.room, self._threads, tenant, self._pieces
             count = await count_tokens(request, *parts)
         else:
@@ -425,7 +425,7 @@ class Pipeline:
         terms: Terms,
         engine: Known,
         asked: Asked,
-        chosen: Draft,
+        chosen: OutboundFields,
         count: TokenCount,
         maximum: int | None,
     ) -> Outbound:
@@ -479,9 +479,9 @@ class Pipeline:
         return relay.run(dispatched.opened)
 
 
-def _estimated(asked: Asked, model: ModelConfig, engine: Known) -> Slices[tuple[Draft, TokenCount]]:
+def _estimated(asked: Asked, model: ModelConfig, engine: Known) -> Slices[tuple[OutboundFields, TokenCount]]:
     """What goes out to an engine without a tokenizer, and the estimate of it."""
-    chosen = draft(asked, model, engine)
+    chosen = chosen_fields(asked, model, engine)
     if asked.generation is None:
         return chosen, NO_TOKENS
     yield

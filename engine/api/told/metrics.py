@@ -83,9 +83,7 @@ class EngineMetrics:
             "time_to_first_token_seconds", "From the request's head to its first token.", _LATENCY_S
         )
         self.tpot_s = self._histogram(
-            "time_per_output_token_seconds",
-            "Mean gap between one sequence's tokens, observed at its end.",
-            _STEP_S,
+            "time_per_output_token_seconds", "A sequence's mean gap between tokens, seen at its end.", _STEP_S
         )
         self.queue_s = self._histogram(
             "queue_seconds",
