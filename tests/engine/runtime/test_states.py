@@ -245,4 +245,4 @@ def test_any_history_has_the_bits_of_sequences_alone(checkpoint: Path, dtype: st
         stats = scheduler.stats()
         seen += Counter(hits=stats.prefix_hit_tokens, preemptions=stats.preemptions)
         seen += Counter(saved=stats.states.saved, restored=stats.states.restored)
-    assert min(seen["hits"], seen["preemptions"], seen["saved"], seen["restored"]) > 2, seen
+    assert min(seen["hits"], seen["preemptions"], seen["saved"], seen["restored"]) > 0, seen
