@@ -181,15 +181,22 @@ def install(cluster: Cluster) -> None:
             with namespace(cluster, f"install-{preset}") as where:
                 given = ["r", str(chart), "-n", where, "-f", str(preset_file(preset)), *_of_1_20(preset)]
                 cluster.helm("install", *given)
-                before = _generations(cluster, where)
+                before, keys = _generations(cluster, where), _made_keys(cluster, where)
                 cluster.helm("upgrade", *given, "--set", "gateway.settings.tenants[0].id=another")
                 assert _generations(cluster, where) == before, "a tenant replaced pods"
+                assert _made_keys(cluster, where) == keys, "an upgrade made other keys"
                 cluster.helm("rollback", "r", "1", "-n", where)
                 cluster.helm("uninstall", "r", "-n", where)
                 kinds = "deployments,statefulsets,services,configmaps,networkpolicies,serviceaccounts"
                 left = {m["metadata"]["name"] for m in cluster.get(where, kinds)}
                 assert left <= {"kube-root-ca.crt", "default"}, left
             say(f"install: {preset}, upgraded, rolled back and removed")
+
+
+def _made_keys(cluster: Cluster, where: str) -> list[object]:
+    """The contents of the Secret that the chart makes, if it does."""
+    found = cluster.get(where, "secrets")
+    return [one["data"] for one in found if one["metadata"]["name"] == "r-penstock-keys"]
 
 
 def _generations(cluster: Cluster, where: str) -> dict[str, int]:
