@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from engine.contract.messages import RunnerInfo
-from engine.core.drafts.drafter import Draft, Drafts, NGramDrafts
+from engine.core.drafts.drafter import Drafts, NGramDrafts, Proposal
 from engine.core.drafts.price import Offer, lengths_that_pay
 from engine.core.estimate.cost import CostLearner, Work
 from engine.core.scheduler_config import SchedulerConfig
@@ -106,9 +106,9 @@ class Drafting:
             self.room += sequence.drafter.size
             sequence.drafter = None
 
-    def _looked_at(self, due: list[Sequence], spare: int) -> list[tuple[Sequence, Draft]]:
+    def _looked_at(self, due: list[Sequence], spare: int) -> list[tuple[Sequence, Proposal]]:
         """The sequences for which drafts were found."""
-        found: list[tuple[Sequence, Draft]] = []
+        found: list[tuple[Sequence, Proposal]] = []
         to_read = READ_MAX
         for sequence in due:
             computed_len = sequence.computed_len
@@ -145,7 +145,7 @@ class Drafting:
 
     def _chosen(
         self,
-        looks: list[tuple[Sequence, Draft]],
+        looks: list[tuple[Sequence, Proposal]],
         builder: PlanBuilder,
         decodes: Mapping[int, Sequence],
         now: float,
