@@ -16,7 +16,7 @@ Rules
    would cost a step, and more than two tokens would have to be gained by each row to win it back. Where a
    runner computes while it is launched, as on a CPU, steps do not overlap, and each row may draft in each
    step.
-4. A look costs some 5 us of the core's thread, and to read a token 0.4 us, of which `READ_MAX` are read in a
+4. A look costs some 5 us of the core's thread, and to read a token 0.5 us, of which `READ_MAX` are read in a
    plan at most. Those whose looks find nothing are looked at more rarely (`Drafts.pause`), and so are those
    for which not even right drafts would pay.
 5. The indexes of all sequences take `ROOM` bytes at most. Those that come when it is used up draft nothing.
