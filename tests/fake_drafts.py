@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from engine.core.drafts.drafter import Draft
+from engine.core.drafts.drafter import Proposal
 
 
 @dataclass(slots=True)
@@ -26,7 +26,7 @@ class FakeDrafts:
     verified: int = 0
     right: int = 0
 
-    def look(self, tokens: array[int], most: int, read_max: int) -> Draft | None:
+    def look(self, tokens: array[int], most: int, read_max: int) -> Proposal | None:
         self.read_len = len(tokens)
         assert self.answer[: len(tokens)] == tokens.tolist()
         drafts: list[int] = []
@@ -36,12 +36,12 @@ class FakeDrafts:
             if token in self.stops:
                 break
             drafts.append(token)
-        return Draft(drafts, 0.98, 0) if drafts else None
+        return Proposal(drafts, 0.98, 0) if drafts else None
 
-    def forced(self) -> Draft:
-        return Draft([], 0.98, 0)
+    def forced(self) -> Proposal:
+        return Proposal([], 0.98, 0)
 
-    def take(self, draft: Draft) -> None:
+    def take(self, draft: Proposal) -> None:
         """Nothing: it knows what is right."""
 
     def pass_over(self) -> None:

@@ -52,7 +52,7 @@ from enum import Enum
 from typing import Final
 
 from engine.contract.messages import Finished, FinishReason, SamplingParams, ServiceClass, Want
-from engine.core.drafts.drafter import Draft, Drafts
+from engine.core.drafts.drafter import Drafts, Proposal
 from engine.core.pages.block_manager import BlockManager, PageChain, PageIdentity
 
 
@@ -154,7 +154,7 @@ class Sequence:
     """Where it follows a grammar: the drafts behind which its masks are known."""
     masks_ahead: Sequence_[bytes] = ()
     """The mask behind each of them."""
-    draft: Draft | None = None
+    draft: Proposal | None = None
     """What the beginning of these was drafted as; None where the grammar forces them."""
     drafts_from: int = NEVER
     """The computed tokens from which on a plan is to look at it for drafts."""

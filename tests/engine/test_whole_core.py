@@ -65,7 +65,8 @@ class Engine:
         self.runner = self._load(path, pages, host_pages)
         self._rung = threading.Event()
         self.scheduler = Scheduler(
-            SchedulerConfig(step_tokens_max=STEP_TOKENS_MAX),
+            # without drafts in a small pool: answers that repeat themselves would end before any is preempted
+            SchedulerConfig(step_tokens_max=STEP_TOKENS_MAX, drafts_max=0 if pages else 15),
             self.runner.info,
             grammars=GrammarThreads(_vocabulary(path), self._rung.set),
         )

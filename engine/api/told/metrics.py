@@ -37,6 +37,9 @@ class CoreReading:
     is_ready: bool
 
 
+DRAFTS_DOCUMENTATION: Final = (
+    "Tokens that were guessed and verified. Each right one saved its sequence a step."
+)
 UNCHARGED: Final = ("late", "preempted", "choice", "draft")
 """The reasons of `EngineMetrics.count_uncharged`."""
 
@@ -59,11 +62,7 @@ class EngineMetrics:
         self.uncharged_tokens = self._series(
             "uncharged_tokens", "Tokens that were computed and are charged to nobody.", reason=UNCHARGED
         )
-        self.drafts = self._series(
-            "drafts",
-            "Tokens that were guessed and verified. Each right one saved its sequence a step.",
-            outcome=("right", "wrong"),
-        )
+        self.drafts = self._series("drafts", DRAFTS_DOCUMENTATION, outcome=("right", "wrong"))
         self.reasoning_tokens = self._counter("reasoning_tokens", "Sampled tokens that are reasoning.")
         self.calls = self._counter("calls", "Calls of functions in answers.")
         self.grammar_requests = self._series(

@@ -12,7 +12,7 @@ PAUSE_MAX: Final = 16
 """The most tokens that pass from one look that finds nothing to the next."""
 
 
-class Draft(NamedTuple):
+class Proposal(NamedTuple):
     """Tokens that are likely to follow, and the chance that each is right if those before it are."""
 
     tokens: list[int]
@@ -38,16 +38,16 @@ class Drafts(Protocol):
     read_len: int
     """The tokens that it has read."""
 
-    def look(self, tokens: array[int], most: int, read_max: int) -> Draft | None:
+    def look(self, tokens: array[int], most: int, read_max: int) -> Proposal | None:
         """What may follow, `most` tokens at most, and none that ends the sequence. Reads what is new of the
         tokens, `read_max` at most."""
         ...
 
-    def forced(self) -> Draft:
+    def forced(self) -> Proposal:
         """What to offer tokens as that a grammar forces."""
         ...
 
-    def take(self, draft: Draft) -> None:
+    def take(self, draft: Proposal) -> None:
         """Note that some tokens of it are verified."""
         ...
 
@@ -83,7 +83,7 @@ class NGramDrafts:
     def pause(self) -> int:
         return min(1 << min(self._misses, PAUSE_MAX), PAUSE_MAX)
 
-    def look(self, tokens: array[int], most: int, read_max: int) -> Draft | None:
+    def look(self, tokens: array[int], most: int, read_max: int) -> Proposal | None:
         self.read_len = self._ngrams.extend(tokens, read_max)
         if self.read_len < len(tokens):
             return None
@@ -97,12 +97,12 @@ class NGramDrafts:
             self._misses += 1
             return None
         kind = Acceptance.kind(found.matched)
-        return Draft(drafts, self._acceptance.chance(kind), kind, self._acceptance.is_probing)
+        return Proposal(drafts, self._acceptance.chance(kind), kind, self._acceptance.is_probing)
 
-    def forced(self) -> Draft:
-        return Draft([], self._acceptance.chance(FORCED), FORCED)
+    def forced(self) -> Proposal:
+        return Proposal([], self._acceptance.chance(FORCED), FORCED)
 
-    def take(self, draft: Draft) -> None:
+    def take(self, draft: Proposal) -> None:
         self._verified, self._misses = draft.kind, 0
 
     def pass_over(self) -> None:

@@ -8,7 +8,8 @@ Rules:
 
 1. A table has two places or more for each token that the sequence may come to, 4 bytes each, and at most
    `PLACES_MAX`: of a longer sequence, what came later takes the places.
-2. A token is put in once, when it is known which one follows: 0.3 us of the core's thread for both levels.
+2. A token is put in once, when it is known which one follows: half a microsecond of the core's thread for
+   both levels.
    What is not in yet, a prompt at first, is put in by parts (`extend`), and nothing is found before that is
    done. To find takes no longer in a longer sequence.
 """

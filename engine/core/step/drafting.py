@@ -16,7 +16,7 @@ Rules
    would cost a step, and more than two tokens would have to be gained by each row to win it back. Where a
    runner computes while it is launched, as on a CPU, steps do not overlap, and each row may draft in each
    step.
-4. A look costs some 5 us of the core's thread, and to read a token 0.4 us, of which `READ_MAX` are read in a
+4. A look costs some 5 us of the core's thread, and to read a token 0.5 us, of which `READ_MAX` are read in a
    plan at most. Those whose looks find nothing are looked at more rarely (`Drafts.pause`), and so are those
    for which not even right drafts would pay.
 5. The indexes of all sequences take `ROOM` bytes at most. Those that come when it is used up draft nothing.
@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from engine.contract.messages import RunnerInfo
-from engine.core.drafts.drafter import Draft, Drafts, NGramDrafts
+from engine.core.drafts.drafter import Drafts, NGramDrafts, Proposal
 from engine.core.drafts.price import Offer, lengths_that_pay
 from engine.core.estimate.cost import CostLearner, Work
 from engine.core.scheduler_config import SchedulerConfig
@@ -106,9 +106,9 @@ class Drafting:
             self.room += sequence.drafter.size
             sequence.drafter = None
 
-    def _looked_at(self, due: list[Sequence], spare: int) -> list[tuple[Sequence, Draft]]:
+    def _looked_at(self, due: list[Sequence], spare: int) -> list[tuple[Sequence, Proposal]]:
         """The sequences for which drafts were found."""
-        found: list[tuple[Sequence, Draft]] = []
+        found: list[tuple[Sequence, Proposal]] = []
         to_read = READ_MAX
         for sequence in due:
             computed_len = sequence.computed_len
@@ -145,7 +145,7 @@ class Drafting:
 
     def _chosen(
         self,
-        looks: list[tuple[Sequence, Draft]],
+        looks: list[tuple[Sequence, Proposal]],
         builder: PlanBuilder,
         decodes: Mapping[int, Sequence],
         now: float,
