@@ -46,7 +46,7 @@ def test_every_service_is_limited_and_confined(name: str) -> None:
         assert re.fullmatch(r"[1-9]\d*:[1-9]\d*", service["user"])
 
 
-@pytest.mark.parametrize("name", SERVICES.keys() - ENDS)
+@pytest.mark.parametrize("name", sorted(SERVICES.keys() - ENDS))
 def test_every_service_is_watched(name: str) -> None:
     check = SERVICES[name]["healthcheck"]
     assert check["test"][0] == "CMD"
