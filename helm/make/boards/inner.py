@@ -302,6 +302,24 @@ ENGINES: Final = Dashboard(
                     "Per second, by the reason: gateway/README.md says what each means.",
                     (rate(f"{ENGINE}uncharged_tokens_total", INSTANCE, "reason"), "{{reason}}"),
                 ),
+                panel(
+                    "Drafts",
+                    "short",
+                    "Tokens per second that were guessed and verified. Each right one saved a step.",
+                    (rate(f"{ENGINE}drafts_total", INSTANCE, "outcome"), "{{outcome}}"),
+                ),
+                panel(
+                    "Snapshots of states",
+                    "short",
+                    "Places, what happened to snapshots per second, and prompt tokens per second that were "
+                    "computed again for want of one.",
+                    (
+                        f"sum by (instance, state) ({ENGINE}state_places{{{INSTANCE}}})",
+                        "{{instance}} {{state}}",
+                    ),
+                    (rate(f"{ENGINE}state_events_total", INSTANCE, "event"), "{{event}}"),
+                    (rate(f"{ENGINE}prefix_stateless_tokens_total", INSTANCE), "computed again"),
+                ),
             ),
         ),
     ),

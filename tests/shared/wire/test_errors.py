@@ -48,7 +48,7 @@ def test_an_error_of_the_services_own_is_never_called_a_refusal() -> None:
     refusals = {kind for kind in tree() if end_reason_of(kind("m")) is EndReason.REFUSED}
     own = {kind for kind in refusals if kind.status >= 500}
     directory = {errors.DirectoryUnavailable, errors.ChangeUnknown}
-    stores = {errors.QuotaUnavailable, errors.IdentityUnavailable} | directory
+    stores = {errors.QuotaUnavailable, errors.IdentityUnavailable, errors.ResponsesUnavailable} | directory
     assert own == {ApiError, errors.Overloaded, errors.FirstTokenDeadline, errors.NotReady} | stores
 
 
