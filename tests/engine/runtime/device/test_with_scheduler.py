@@ -1,5 +1,5 @@
 """The real scheduler, one step ahead of the device's runner, in a pool so small that sequences are preempted:
-recomputed, swapped, found in the prefix cache, with a snapshot of its state where the model keeps one. A CPU's
+recomputed, swapped, found in the prefix cache, with snapshots of states where the model keeps them. A CPU's
 runner, one step after another, must say the same."""
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ COMPANY = (
 )
 
 
-def requests(outputs: int) -> list[AddSequence]:
+def requests(outputs: int = 24) -> list[AddSequence]:
     rng = random.Random(11)
     prompts = [rng.choices(range(VOCAB_SIZE), k=length) for length in (30, 31, 29, 15)]
     prompts.append(prompts[0] + [7, 8, 9])
@@ -111,21 +111,16 @@ def test_a_prompt_that_goes_on_from_a_snapshot_says_what_it_says_cold(hybrid: Pa
     runner, rng = Unwaiting(load_fake(hybrid, kv_cache_memory=1 << 20, **settings)), random.Random(2)
     first = rng.choices(range(VOCAB_SIZE), k=70)
     sampling = SamplingParams(seed=0, max_tokens=2, temperature=0.0, logprobs=1)
-    added = [
-        AddSequence(handle, f"req-{handle}", prompt, sampling)
-        for handle, prompt in enumerate([first, first, first[:64] + [7, 8, 9]])
-    ]
-    found = []
-    for prefix_cache in (True, False):
+    other, said, restored = [*first[:64], 7, 8], [], []
+    for prefix_cache, prompts in ((True, (first, first, other)), (False, (other,))):
         config = SchedulerConfig(step_tokens_max=80, queue_len_max=8, prefix_cache=prefix_cache)
         scheduler = knowing(Scheduler(config, runner.info), COPIES_ARE_CHEAP)
-        steps = [step for each in added for step in serve(scheduler, runner, [each])]
-        last = steps[-1].stats
-        assert last.states.restored == (2 if prefix_cache else 0)
-        assert last.prefix_hit_tokens == (2 * 64 if prefix_cache else 0)
-        found.append(all_said(steps))
+        for prompt in prompts:
+            steps = serve(scheduler, runner, [AddSequence(0, "req", prompt, sampling)])
+            said.append(all_said(steps))
+            restored.append((steps[-1].stats.states.restored, steps[-1].stats.prefix_hit_tokens))
         vacate(runner.runner)
-    (warm, warm_logprobs), (cold, cold_logprobs) = found
-    assert warm == cold
-    for handle, values in cold_logprobs.items():
-        assert warm_logprobs[handle] == pytest.approx(values, abs=TOLERANCE, rel=0.0)
+    assert restored == [(0, 0), (1, 64), (2, 128), (0, 0)]
+    for (cold, cold_logprobs), (warm, warm_logprobs) in ((said[0], said[1]), (said[3], said[2])):
+        assert warm == cold
+        assert warm_logprobs[0] == pytest.approx(cold_logprobs[0], abs=TOLERANCE, rel=0.0)
