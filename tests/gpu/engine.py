@@ -25,7 +25,7 @@ from engine.runtime.load import load_runner
 from engine.runtime.setup.runner_config import RunnerConfig
 from tests.bench.engine.gpu.measuring import check
 from tests.engine.models import VOCAB_SIZE, not_greedy
-from tests.gpu.loop import Served, serve
+from tests.gpu.loop import Served, serve, vacate
 from tests.gpu.models import other_model, plain_models
 from tests.gpu.near import near
 
@@ -70,8 +70,9 @@ def prompts(count: int, longest: int, seed: int = 7) -> list[list[int]]:
 
 
 def requests(
-    asked: Sequence[list[int]], outputs: int, company: Sequence[dict[str, Any]]
+    asked: Sequence[list[int]], outputs: int, company: Sequence[dict[str, Any]], first: int = 0
 ) -> list[AddSequence]:
+    """`first`: the first one's handle."""
     return [
         AddSequence(
             handle,
@@ -79,7 +80,7 @@ def requests(
             prompt,
             SamplingParams(**{"seed": handle, "max_tokens": outputs} | company[handle % len(company)]),
         )
-        for handle, prompt in enumerate(asked)
+        for handle, prompt in enumerate(asked, first)
     ]
 
 
@@ -148,6 +149,31 @@ def overlapped(path: Path, load: Load = on_gpu, count: int = 14, outputs: int = 
     return {"steps": ahead.steps, "preemptions": stats.preemptions, "swaps_in": stats.swaps_in}
 
 
+def snapshots(path: Path, load: Load = on_gpu, count: int = 8, outputs: int = 24) -> dict[str, Any]:
+    """Of a model with states: prompts that go on from snapshots, of a prompt or behind its answer, and
+    sequences that were preempted say what they say cold, alone in their slots. Log-probabilities differ by
+    rounding."""
+    asked, company = prompts(count, 48), [{"temperature": 0.0, "logprobs": 0}]
+    asked[0] = asked[0][:1] * 48  # it ends with a page
+    now = requests(asked, outputs, company)
+    sizes: dict[str, Any] = {"step_tokens_max": STEP_TOKENS_MAX}
+    runner = load(path)
+    answers = serve(runner, now, prefix_cache=False, **sizes).tokens
+    turns = [prompt + answers[at] * (at % 2) + [5, 6, 7] for at, prompt in enumerate(asked)]
+    later = requests(turns, outputs, company, count)
+    vacate(runner)
+    cold = serve(runner, now, later, prefix_cache=False, **sizes)
+    vacate(runner)
+    warm = serve(Fewer(runner, 16), now, later, **sizes)  # type: ignore[arg-type]
+    stats = warm.stats
+    assert stats is not None
+    assert stats.states.restored > 0, "nobody went on from a snapshot"
+    assert said(warm) == said(cold), "tokens differ between warm and cold"
+    for handle, found in warm.logprobs.items():
+        near(torch.tensor(found), torch.tensor(cold.logprobs[handle]), LOGPROB_ERROR_MAX)
+    return {"steps": warm.steps, "restored": stats.states.restored, "preemptions": stats.preemptions}
+
+
 def graphs(path: Path, load: Load = on_gpu, count: int = 8, outputs: int = 24) -> dict[str, Any]:
     """Graphs bring what the same steps bring kernel by kernel. Log-probabilities differ by rounding, as steps
     with prompts are padded in a graph alone."""
@@ -179,9 +205,15 @@ class Unwaiting:
 
 
 def no_waits(path: Path, outputs: int = 8) -> dict[str, Any]:
-    asked = requests(prompts(len(COMPANY), 90), outputs, COMPANY)
+    """Nor where prompts are found again, and the states behind them."""
+    asked = prompts(len(COMPANY), 96)  # of whole pages, some
+    now = requests(asked, outputs, COMPANY)
+    later = requests([[*prompt, 5, 6, 7] for prompt in asked], outputs, COMPANY, len(asked))
     runner = Unwaiting(on_gpu(path))
-    return {"steps": serve(runner, asked, step_tokens_max=STEP_TOKENS_MAX).steps}  # type: ignore[arg-type]
+    served = serve(runner, now, later, step_tokens_max=STEP_TOKENS_MAX)  # type: ignore[arg-type]
+    assert served.stats is not None
+    assert served.stats.prefix_hit_tokens > 0, "no prompt was found again"
+    return {"steps": served.steps}
 
 
 def main() -> int:
@@ -198,6 +230,7 @@ def main() -> int:
         row = "engine qwen3_5_text"
         ok &= check("engine", f"{row} against transformers", partial(through_the_core, hybrid))
         ok &= check("engine", f"{row} graphs against eager", partial(graphs, hybrid))
+        ok &= check("engine", f"{row} from snapshots", partial(snapshots, hybrid))
         ok &= check("engine", f"{row} launches wait for nothing", partial(no_waits, hybrid))
         for family, path in paths.items():
             row = f"engine {family} overlapped against plain"

@@ -27,9 +27,11 @@ from tests.bench.engine.core_window import alone
 
 @dataclass
 class Served:
-    """Implements the loop's `Inbox` and `Outbox`: all requests at once, and the end when all have theirs."""
+    """Implements the loop's `Inbox` and `Outbox`: all requests at once, `later` when they have ended, and the
+    end when all have theirs."""
 
     requests: Sequence[AddSequence]
+    later: Sequence[AddSequence] = ()
     tokens: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
     logprobs: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
     reasons: dict[int, FinishReason] = field(default_factory=dict)
@@ -42,7 +44,13 @@ class Served:
         if not self.began_s:
             self.began_s = time.perf_counter()
             return list(map(alone, self.requests))
-        return [StopCore()] if len(self.reasons) == len(self.requests) else []
+        if len(self.reasons) < len(self.requests):
+            return []
+        if not self.later:
+            return [StopCore()]
+        coming, self.later = self.later, ()
+        self.requests = [*self.requests, *coming]
+        return list(map(alone, coming))
 
     def send(self, message: CoreOutput) -> None:
         if not isinstance(message, StepOutput):
@@ -90,10 +98,17 @@ class Joined(Served):
 
 
 def serve(
-    runner: Runner, requests: Sequence[AddSequence], *, overlap: bool = True, step_tokens_max: int = 2048
+    runner: Runner,
+    requests: Sequence[AddSequence],
+    later: Sequence[AddSequence] = (),
+    *,
+    overlap: bool = True,
+    step_tokens_max: int = 2048,
+    prefix_cache: bool = True,
 ) -> Served:
-    config = SchedulerConfig(step_tokens_max=step_tokens_max, queue_len_max=max(1, len(requests)))
-    served = Served(requests)
+    most = max(1, len(requests), len(later))
+    config = SchedulerConfig(step_tokens_max=step_tokens_max, queue_len_max=most, prefix_cache=prefix_cache)
+    served = Served(requests, later)
     CoreLoop(runner, served, served, config, overlap=overlap).run()
     return served
 

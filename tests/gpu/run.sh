@@ -15,7 +15,8 @@
 #   tokens     small random models of every family: tokens against transformers, greedy, in fp32; a decode
 #              step as a graph against the same step eager, to the bit.
 #   engine     the whole engine on small random models, from loading through the core's loop: tokens against
-#              transformers, overlapped against plain under preemption, graphs against eager; launches that wait.
+#              transformers, overlapped against plain under preemption, graphs against eager, prompts that go on
+#              from snapshots of states against cold ones; launches that wait.
 #   attention  measures paged decode attention alone, by every back end that is installed, and delta nets.
 #   whole      measures the whole engine: nano-vllm's benchmark, the time between decode graphs, streams beside a
 #              long prompt, start to ready of 8B, and last transformers' continuous batching. Writes 18 GB to

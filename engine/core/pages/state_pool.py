@@ -18,9 +18,9 @@ Rules
    handed out.
 4. What a plan in the making copies from makes no room in that plan: its copies out of slots are first.
 
-There is one pool, which lies where the slots' states do. On a CPU that is host memory as it is: a tier behind
-it would be the same memory under another name. So no page of such a model is kept in host memory or on disk,
-either, where no state would lie behind it.
+There is one pool, which lies where the slots' states do: on a GPU in its own memory, on a CPU in host memory,
+where a tier behind it would be the same memory under another name. So no page of such a model is kept in a
+GPU's host memory or on disk, either, where no state would lie behind it.
 """
 
 from __future__ import annotations

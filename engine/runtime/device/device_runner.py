@@ -2,6 +2,7 @@
 
     leave, seat, grow         DeviceSlots.apply: the plan's changes, sent in a copy or two
     swap out, fork, swap in   HostPages.copy
+    save, restore             States.copy
     compute, sample           a plan of decode rows alone is one launch: a graph, replayed; others go kernel
                               by kernel
     results                   copied to host memory, behind an event
@@ -32,6 +33,7 @@ from engine.runtime.device.transfer import DeviceArrival, download, upload
 from engine.runtime.step.kv_cache import HostPages, KVCache
 from engine.runtime.step.logprobs import LogprobColumns, distinct_topk
 from engine.runtime.step.result_tensors import Computed, asked_logprobs, asked_prompt_logprobs
+from engine.runtime.step.states import States
 
 Decode = Callable[[Sequence[int], Sequence[int]], tuple[Tensor, Tensor]]
 """Slots, and the number of tokens that each has -> tokens and log-probabilities: a row per slot, then
@@ -65,8 +67,8 @@ class DeviceRunner:
     decode_rows_max: int
 
     @property
-    def states(self) -> None:
-        return None
+    def states(self) -> States | None:
+        return self.model.states
 
     def run(self, plan: Plan) -> RunResult:
         """Launch and collect."""
@@ -81,6 +83,9 @@ class DeviceRunner:
         """Queue a plan's work, and leave its results on the device."""
         self.slots.apply(plan)
         self.host.copy(plan.swapped_out, plan.swapped_in, plan.forked)
+        if plan.saved or plan.restored:
+            assert self.states is not None
+            self.states.copy(plan.saved, plan.restored)
         return self._compute(DeviceBatch.of(plan, self.slots)) if plan.slots else Computed()
 
     def _compute(self, batch: DeviceBatch) -> Computed:

@@ -4,7 +4,7 @@
     tune       for each matrix the kernel that multiplies fastest, measured
     size       the memory left for the KV cache: the largest step is run once over a cache of one page, the
                largest and the smallest graph are captured, and the memory that this took is set aside
-    build      the cache, the slots' tables, graphs for all batch sizes
+    build      the cache, the slots' tables, places for snapshots of states, graphs for all batch sizes
 
 `engine.runtime.start.starting` calls these in order, so that several ranks can agree on sizes between them.
 
@@ -70,7 +70,9 @@ from engine.runtime.step.kv_cache import (
     KVCache,
     KVGeometry,
     page_count,
+    state_place_count,
     useful_pages,
+    useful_states,
 )
 from engine.runtime.step.protocols import AttentionSpec
 from engine.runtime.step.states import StateGeometry, States
@@ -187,21 +189,27 @@ class DeviceShard:
         arithmetic = f"{kernels}, {design.attention.arithmetic}, {design.precision}, {shards} shards"
         sizes = self.geometry, self.decoder.dtype, self.max_model_len, pages
         info = untimed_info(design.config, self.model, *sizes, arithmetic)
-        return msgspec.structs.replace(info, is_async=True, state_bytes=self.states.slot_bytes)
+        state_bytes = self.states.slot_bytes
+        places = state_place_count(design.config, self.geometry, self.max_model_len, pages, state_bytes)
+        return msgspec.structs.replace(info, is_async=True, state_bytes=state_bytes, state_places=places)
 
     def page_count(self) -> int:
         """The number of pages that fit beside the largest step. Raises DoesNotFit."""
-        config, geometry = self.design.config, self.geometry
+        config, state_bytes = self.design.config, self.states.slot_bytes
+        sizes = self.geometry, self.max_model_len
+        snapshots = useful_states(config, *sizes, state_bytes) * state_bytes
         if config.kv_cache_memory is not None:
-            states_bytes = config.max_num_seqs * self.states.slot_bytes
-            return page_count(config, self.model, geometry, self.max_model_len, 0, states_bytes=states_bytes)
-        useful = useful_pages(config, self.max_model_len)
-        return kv_page_count(self._profile(), config.gpu_memory_utilization, geometry.page_bytes, useful)
+            return page_count(config, self.model, *sizes, 0, config.max_num_seqs * state_bytes, snapshots)
+        useful, page_bytes = useful_pages(config, self.max_model_len), self.geometry.page_bytes
+        return kv_page_count(self._profile(), config.gpu_memory_utilization, page_bytes, useful, snapshots)
 
     def build(self, info: RunnerInfo, progress: Progress) -> DeviceRunner:
         """A runner of the sizes in `info`. Raises DoesNotFit."""
         with enough_memory("allocating the KV cache and capturing graphs", "lower --gpu-memory-utilization"):
             runner, step = self._assemble(info)
+            if runner.states is not None:
+                runner.states.reserve(info.state_places)
+                progress(self.states.describe(info.slots, info.state_places))
             if not self.design.is_eager:
                 runner.decode = self._captured(step, runner, self.card.graphs(), progress).replay
             progress("planning attention of long prompts")
@@ -400,11 +408,6 @@ def load_shard(
         if said := design.precision.describe(model, shard.kv_scales):
             progress(said)
         progress(compiled())
-    if size := shard.states.slot_bytes:
-        progress(
-            f"keeping a state of {size / 1e6:.1f} MB for each of {config.max_num_seqs} sequences; prefixes "
-            "are not cached, as pages without the state behind them are of no use"
-        )
     progress("measuring which kernels multiply fastest")
     shard.tune()
     progress("measuring the largest step")

@@ -144,9 +144,13 @@ class HostShard:
         )
 
     @property
+    def states(self) -> StateGeometry:
+        return StateGeometry.of(self.model, self.dtype)
+
+    @property
     def state_bytes(self) -> int:
         """Bytes of the state of one sequence."""
-        return StateGeometry.of(self.model, self.dtype).slot_bytes
+        return self.states.slot_bytes
 
     @property
     def drafts_max(self) -> int:
@@ -178,11 +182,7 @@ class HostShard:
         states = model.states if isinstance(model, StatefulModel | NativeDecoder) else None
         if states is not None:
             states.reserve(info.state_places)
-            state_bytes, slots, places = self.state_bytes, info.slots, info.state_places
-            progress(
-                f"keeping a state of {state_bytes / 1e6:.1f} MB for each of {slots} sequences, and "
-                f"{places} snapshots of states ({places * state_bytes / 1e9:.2f} GB) for prefixes"
-            )
+            progress(self.states.describe(info.slots, info.state_places))
         return HostRunner(
             info=info,
             model=model,

@@ -238,9 +238,8 @@ def page_count(
 
     `available_bytes` is the memory that is free once the weights are loaded. The memory of a step is set
     aside first. `states_bytes`, which all slots' states take, are part of what the KV cache gets, and so are
-    `snapshots_bytes`, those of as many snapshots of states as are of use, which take as much as the pages at
-    most (`state_place_count`). The result is never more than the slots could own, plus a margin for the
-    prefix cache: a tiny model on a large machine takes little.
+    `snapshots_bytes` (`pages_within`). The result is never more than the slots could own, plus a margin for
+    the prefix cache: a tiny model on a large machine takes little.
     """
     useful = useful_pages(config, max_model_len)
     if config.kv_cache_memory is not None:
@@ -248,7 +247,7 @@ def page_count(
     else:
         budget = int(max(0, available_bytes - step_bytes(config, model)) * KV_SHARE_DEFAULT)
     rest = max(0, budget - states_bytes)
-    pages = min((rest - min(rest // 2, snapshots_bytes)) // geometry.page_bytes, useful)
+    pages = min(pages_within(rest, geometry.page_bytes, snapshots_bytes), useful)
     if pages < PAGES_MIN:
         states = f" beside {states_bytes >> 20} MiB of states" if states_bytes else ""
         others = ", --max-num-seqs" if states_bytes else ""
@@ -257,6 +256,12 @@ def page_count(
             f"memory, raise --kv-cache-memory, or lower --max-step-tokens{others}"
         )
     return pages
+
+
+def pages_within(memory_bytes: int, page_bytes: int, snapshots_bytes: int) -> int:
+    """The number of pages that memory holds beside snapshots of states, of which those that are of use take
+    `snapshots_bytes`: they get as much as the pages at most (`state_place_count`)."""
+    return (memory_bytes - min(max(0, memory_bytes) // 2, snapshots_bytes)) // page_bytes
 
 
 def host_page_count(

@@ -9,6 +9,8 @@ Rules:
    tokens of a state that was copied there. The row that begins at 0 finds zeros, whoever had the slot before.
 2. So it is gone with the slot. What a plan saves of it before it computes anything lies in a *place*, from
    where another slot may begin (`engine.core.pages.state_pool` says which is where). A copy has every bit.
+3. Places lie where the slots' states do, on a GPU in its memory. There a copy is queued like any other work
+   of the step, behind the step that came to the state, and nothing waits for it.
 """
 
 from __future__ import annotations
@@ -52,6 +54,14 @@ class StateGeometry:
             for own in self.layers
         )
 
+    def describe(self, slots: int, places: int) -> str:
+        """What is kept for so many slots and snapshots, for the log."""
+        size = self.slot_bytes
+        return (
+            f"keeping a state of {size / 1e6:.1f} MB for each of {slots} sequences, and "
+            f"{places} snapshots of states ({places * size / 1e9:.2f} GB) for prefixes"
+        )
+
 
 class States:
     """`heads[layer]` is [slots, Hv, Dk, Dv] float32, `inputs[layer]` [slots, kernel - 1, channels]: layers
@@ -79,11 +89,19 @@ class States:
 
     def copy(self, saved: Sequence[Move], restored: Sequence[Move]) -> None:
         """Copy states from slots to places, then from places to slots."""
-        for own, kept in zip(self._own, self._kept, strict=True):
-            for slot, place in saved:
-                kept[place].copy_(own[slot])
-            for place, slot in restored:
-                own[slot].copy_(kept[place])
+        if saved:
+            self._copy(self._own, self._kept, saved)
+        if restored:
+            self._copy(self._kept, self._own, restored)
+
+    def _copy(self, sources: Sequence[Tensor], targets: Sequence[Tensor], moves: Sequence[Move]) -> None:
+        """Copy what lies at a number in each source to another in each target."""
+        layers = len(self.heads)
+        for part in (slice(layers), slice(layers, None)):  # of one type each: few kernels copy all of them
+            torch._foreach_copy_(
+                [target[at] for target in targets[part] for _, at in moves],
+                [source[at] for source in sources[part] for at, _ in moves],
+            )
 
     def measure(self) -> float:
         """Seconds to copy one state to its place or back, the least of a few rounds; 0 without places.
@@ -94,6 +112,8 @@ class States:
         for _ in range(MEASURED_ROUNDS):
             started_s = time.perf_counter()
             self.copy([(0, 0)], [(0, 0)])
+            if self._kept[0].is_cuda:
+                torch.cuda.synchronize()
             rounds.append(time.perf_counter() - started_s)
         return min(rounds) / 2
 

@@ -27,6 +27,13 @@ def test_what_is_left_is_for_pages() -> None:
     assert kv_page_count(H200, 0.9, PAGE, useful=100) == 100
 
 
+def test_snapshots_of_states_take_what_is_of_use_and_no_more_than_the_pages() -> None:
+    assert kv_page_count(H200, 0.9, PAGE, MANY, 20 * GIB) == (126 - 19 - 20) * GIB // PAGE
+    assert kv_page_count(H200, 0.9, PAGE, MANY, 200 * GIB) == (126 - 19) * GIB // 2 // PAGE
+    with pytest.raises(DoesNotFit, match="do not hold"):
+        kv_page_count(replace(H200, weights=130 * GIB), 0.9, PAGE, MANY, 20 * GIB)
+
+
 def test_others_on_the_card_are_named_with_the_setting_that_fits() -> None:
     shared = replace(H200, free_at_start=70 * GIB)
     with pytest.raises(DoesNotFit, match=r"only 70.00 GiB are free.*at most 0.5"):

@@ -1,10 +1,12 @@
 """The real scheduler, one step ahead of the device's runner, in a pool so small that sequences are preempted:
-recomputed, swapped, found in the prefix cache. A CPU's runner, one step after another, must say the same."""
+recomputed, swapped, found in the prefix cache, with snapshots of states where the model keeps them. A CPU's
+runner, one step after another, must say the same."""
 
 from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -18,12 +20,14 @@ from engine.runtime.device.device_runner import DeviceRunner
 from tests.effort import some
 from tests.engine.core.harness import COPIES_ARE_CHEAP, knowing
 from tests.engine.models import VOCAB_SIZE
+from tests.engine.runtime.config_oracle import Weights
 from tests.engine.runtime.conftest import MakeModel, load
 from tests.engine.runtime.device.card import load_fake
-from tests.engine.runtime.device.test_runner import SMALL
+from tests.engine.runtime.device.test_runner import HYBRID, SMALL
 from tests.engine.runtime.device.waits import no_waits
 from tests.engine.runtime.test_oracle import TOLERANCE
 from tests.engine.runtime.test_with_scheduler import all_said, serve, serve_overlapped
+from tests.gpu.loop import vacate
 
 CONFIG = SchedulerConfig(step_tokens_max=40, queue_len_max=64)
 SETTINGS: dict[str, Any] = {"max_num_seqs": 3, "max_step_tokens": 40, "max_model_len": 64}
@@ -36,14 +40,14 @@ COMPANY = (
 )
 
 
-def requests() -> list[AddSequence]:
+def requests(outputs: int = 24) -> list[AddSequence]:
     rng = random.Random(11)
     prompts = [rng.choices(range(VOCAB_SIZE), k=length) for length in (30, 31, 29, 15)]
     prompts.append(prompts[0] + [7, 8, 9])
     asked = [COMPANY[handle % len(COMPANY)] for handle in range(len(prompts))]
     return [
         AddSequence(
-            handle, f"req-{handle}", prompt, SamplingParams(**{"seed": handle, "max_tokens": 24} | own)
+            handle, f"req-{handle}", prompt, SamplingParams(**{"seed": handle, "max_tokens": outputs} | own)
         )
         for handle, (prompt, own) in enumerate(zip(prompts, asked, strict=True))
     ]
@@ -69,16 +73,24 @@ class Unwaiting:
             return self.runner.launch(plan)
 
 
-@pytest.mark.parametrize("swaps", some([True, False], usual=1))
-def test_one_step_ahead_on_a_device_is_a_cpu_step_by_step(tiny_model: MakeModel, swaps: bool) -> None:
-    path = tiny_model("qwen3", **SMALL)
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Weights("qwen3_5_text", vocab=VOCAB_SIZE).saved(tmp_path_factory.mktemp("hybrid"), **HYBRID)
+
+
+@pytest.mark.parametrize("way", ["states", *some(["swaps", "recomputes"], usual=1)])
+def test_one_step_ahead_on_a_device_is_a_cpu_step_by_step(
+    tiny_model: MakeModel, hybrid: Path, way: str
+) -> None:
+    path, swaps = hybrid if way == "states" else tiny_model("qwen3", **SMALL), way == "swaps"
+    outputs = 8 if way == "states" else 24
     host = load(path, kernels="torch", **SETTINGS)
     scheduler = knowing(Scheduler(CONFIG, seen(host.info, swaps)), COPIES_ARE_CHEAP)
-    tokens, logprobs = all_said(serve(scheduler, host, requests()))
+    tokens, logprobs = all_said(serve(scheduler, host, requests(outputs)))
 
     device = load_fake(path, kv_cache_memory=1 << 20, **SETTINGS)
     scheduler = knowing(Scheduler(CONFIG, seen(device.info, swaps)), COPIES_ARE_CHEAP)
-    steps = serve_overlapped(scheduler, Unwaiting(device), requests())
+    steps = serve_overlapped(scheduler, Unwaiting(device), requests(outputs))
     tokens_ahead, logprobs_ahead = all_said(steps)
     assert tokens_ahead == tokens
     assert {own[-1] for own in tokens.values()} == {FinishReason.LENGTH, FinishReason.STOP}
@@ -89,4 +101,26 @@ def test_one_step_ahead_on_a_device_is_a_cpu_step_by_step(tiny_model: MakeModel,
     assert last.preemptions > 0
     assert (last.swaps_in > 0) == swaps
     assert last.prefix_hit_tokens > 0
+    assert (last.states.restored > 0) == (way == "states")
     assert last.pages_owned == 0
+
+
+def test_a_prompt_that_goes_on_from_a_snapshot_says_what_it_says_cold(hybrid: Path) -> None:
+    """The snapshot lies where a chunk of the delta nets begins, at 64 tokens."""
+    settings: dict[str, Any] = {"max_num_seqs": 1, "page_size": 64, "enforce_eager": True}
+    runner, rng = Unwaiting(load_fake(hybrid, kv_cache_memory=1 << 20, **settings)), random.Random(2)
+    first = rng.choices(range(VOCAB_SIZE), k=70)
+    sampling = SamplingParams(seed=0, max_tokens=2, temperature=0.0, logprobs=1)
+    other, said, restored = [*first[:64], 7, 8], [], []
+    for prefix_cache, prompts in ((True, (first, first, other)), (False, (other,))):
+        config = SchedulerConfig(step_tokens_max=80, queue_len_max=8, prefix_cache=prefix_cache)
+        scheduler = knowing(Scheduler(config, runner.info), COPIES_ARE_CHEAP)
+        for prompt in prompts:
+            steps = serve(scheduler, runner, [AddSequence(0, "req", prompt, sampling)])
+            said.append(all_said(steps))
+            restored.append((steps[-1].stats.states.restored, steps[-1].stats.prefix_hit_tokens))
+        vacate(runner.runner)
+    assert restored == [(0, 0), (1, 64), (2, 128), (0, 0)]
+    for (cold, cold_logprobs), (warm, warm_logprobs) in ((said[0], said[1]), (said[3], said[2])):
+        assert warm == cold
+        assert warm_logprobs[0] == pytest.approx(cold_logprobs[0], abs=TOLERANCE, rel=0.0)
