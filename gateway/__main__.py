@@ -96,7 +96,9 @@ def check(file: Path, options: Mapping[str, object]) -> int:
         sys.stderr.write(_refusal(file, error))
         return ExitCode.UNUSABLE_CONFIG
     has = {"models": config.models, "tenants": config.tenants, "keys": config.keys}
-    counts = ", ".join(f"{len(those)} {name}" for name, those in has.items())
+    counts = ", ".join(
+        f"{len(those)} {name if len(those) != 1 else name[:-1]}" for name, those in has.items()
+    )
     sys.stdout.write(f"{file} is a usable configuration: {counts}\n")
     if lets_nobody_in(config):
         sys.stderr.write(f"{file}: {NOBODY}\n")
@@ -116,7 +118,10 @@ def _refusal(file: Path, error: ConfigError) -> str:
         text = ""
     lines = zip(lines_of(text, error.problems), error.problems, strict=True)
     by_line = sorted(lines, key=lambda one: one[0] or 0)
-    told = (f"{file}:{line}: {problem}\n" if line else f"{problem}\n" for line, problem in by_line)
+    told = (
+        f"{file}:{line}: {problem.removeprefix(f'{file}: ')}\n" if line else f"{problem}\n"
+        for line, problem in by_line
+    )
     return f"{file} is not a usable configuration:\n{''.join(told)}"
 
 

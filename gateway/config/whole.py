@@ -358,6 +358,8 @@ def _contradictions(config: GatewayConfig) -> Iterator[str]:
     names = ((entry.id, entry.name) for entry in config.certificates)
     yield from _same("certificates", "name", names)
     yield from operator_problems(config.admin.keys)
+    if config.admin.port == config.listen.port != 0 and config.admin.host == config.listen.host:
+        yield f"admin.port: {config.admin.port} is the port of [listen]"
     protocols: dict[str, HopProtocol] = {}
     for model in config.models:
         if bool(model.replicas) == (model.discovery is not None):

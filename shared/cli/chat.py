@@ -286,7 +286,14 @@ def _refusal(answer: httpx.Response) -> ChatFailed:
         message = f"the server answered {answer.status_code}"
     request_id = answer.headers.get("x-request-id")
     text = f"{message} ({answer.status_code}, request {request_id})" if request_id else message
-    return ChatFailed(text + _url_advice(answer))
+    return ChatFailed(text + _key_advice(answer) + _url_advice(answer))
+
+
+def _key_advice(answer: httpx.Response) -> str:
+    """Where a key is given, when none was and the server asks for one; else empty."""
+    if answer.status_code != httpx.codes.UNAUTHORIZED or "authorization" in answer.request.headers:
+        return ""
+    return f"; give one by --key or ${KEY_VARIABLE}"
 
 
 def _url_advice(answer: httpx.Response) -> str:

@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Struct
 
 from shared.cli import terminal
-from shared.cli.admin import KEY_VARIABLE
+from shared.cli.admin import DEFAULT_URL, KEY_VARIABLE
 from shared.cli.running import read_running
 from shared.cli.service import missing_extra, reach
 from shared.process.arguments import Parser, checked
@@ -149,7 +149,10 @@ def keeper_of(options: argparse.Namespace, whose: str) -> Keeper:
         return _Remote(options.admin_url, os.environ.get(KEY_VARIABLE) or None, whose)
     running = read_running()
     if options.config is None and (running is None or running.config is None):
-        raise KeeperFailed("no `penstock up` runs here: name the gateway by --config or --admin-url")
+        raise KeeperFailed(
+            "no `penstock up` runs here: name the gateway by --config or --admin-url, such as "
+            f"--config gateway.toml or --admin-url {DEFAULT_URL}"
+        )
     if problem := missing_extra("gateway"):
         raise KeeperFailed(problem)
     file = options.config or Path(running.config if running and running.config else "")

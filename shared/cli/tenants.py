@@ -67,7 +67,11 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
     limit = actions.add_parser("limit", parents=[where], help="change a tenant's limits, and no others of it")
     _add_id(limit)
     _add_limits(limit, _change_of(limit_of), _change_of(model_limit_of))
-    delete = actions.add_parser("delete", parents=[where], help="delete a tenant that has no keys")
+    delete = actions.add_parser(
+        "delete",
+        parents=[where],
+        help="delete a tenant without keys; `keys revoke ID --delete` takes them away",
+    )
     _add_id(delete)
     parser.set_defaults(run=run)
 
@@ -108,7 +112,7 @@ def run(options: argparse.Namespace) -> int:
             case "list":
                 _show(listed(keeper, {}), options)
             case "create":
-                _show([keeper.ask("put", options.id, _fields(options)).content], options)
+                _show([_created(keeper, options)], options)
             case "limit":
                 _show([_limited(keeper, options)], options)
             case _:
@@ -122,6 +126,15 @@ def run(options: argparse.Namespace) -> int:
 def _fields(options: argparse.Namespace) -> dict[str, Any]:
     named = {"models": options.models, "service_tier": options.service_tier}
     return {**{name: value for name, value in named.items() if value is not None}, **limits_of(options)}
+
+
+def _created(keeper: Keeper, options: argparse.Namespace) -> bytes:
+    """A new tenant. One that is there is left alone. Raises KeeperFailed."""
+    try:
+        keeper.ask("get", options.id, {})
+    except KeeperFailed:  # it is not there, or `put` fails as well, and tells why
+        return keeper.ask("put", options.id, _fields(options)).content
+    raise KeeperFailed(f"there is a tenant {options.id!r} already: penstock tenants limit changes its limits")
 
 
 def _limited(keeper: Keeper, options: argparse.Namespace) -> bytes:

@@ -39,6 +39,8 @@ def _places(text: str) -> dict[str, int]:
         if header := _HEADER.fullmatch(line):
             table = _table(header[2].replace('"', "").replace(" ", ""), header[1] == "[[", counts)
             places.setdefault(table, number)
+            if "." in table:
+                places.setdefault(table.partition(".")[0], number)
         elif key := _KEY.match(line):
             path = f"{table}.{key[1]}".lstrip(".").replace(" ", "")
             places.setdefault(path, number)

@@ -132,6 +132,13 @@ def test_sixty_four_choices_compute_what_they_are_charged(serving: tuple[Service
         assert computed(http) - before == prompt_len - 1 + 64 * 3
 
 
+def test_the_size_of_the_cache_is_told_before_the_first_step(serving: tuple[Service, httpx.Client]) -> None:
+    now = gauges(serving[1].base_url)
+    assert now["kv_pages:free"] > 2
+    assert (now["kv_pages:cached"], now["kv_pages:owned"]) == (0, 0)
+    assert "running_sequences" not in now
+
+
 def test_each_figure_is_there_before_anything_happened(serving: tuple[Service, httpx.Client]) -> None:
     """Those that the core keeps come with its first step."""
     process, http = serving

@@ -179,4 +179,5 @@ class EngineState:
 
     def _reading(self) -> CoreReading:
         core = self.core
-        return CoreReading(core.stats, core.waiting, core.live, self.is_ready)
+        pages = 0 if core.info is None else core.info.pages
+        return CoreReading(core.stats, core.waiting, core.live, self.is_ready, pages)

@@ -35,6 +35,8 @@ class CoreReading:
     waiting: int
     live: int
     is_ready: bool
+    pages: int = 0
+    """Pages of the KV cache, which are all free before the first step."""
 
 
 DRAFTS_DOCUMENTATION: Final = (
@@ -171,6 +173,8 @@ class _CoreCollector(Collector):
         yield _gauge("open_sequences", "Sequences that a client waits for.", reading.live)
         stats = reading.stats
         if stats is None:
+            if reading.is_ready and reading.pages:
+                yield _kv_pages(reading.pages, 0, 0)
             return
         yield _gauge("running_sequences", "Sequences that hold a slot.", stats.running)
         yield _gauge("stalled_sequences", "Sequences whose client does not read.", stats.stalled)
@@ -205,12 +209,16 @@ def _by_class(stats: CoreStats) -> Iterator[Metric]:
         yield family
 
 
-def _memory(stats: CoreStats) -> Iterator[Metric]:
+def _kv_pages(free: int, cached: int, owned: int) -> Metric:
     pages = GaugeMetricFamily(f"{PREFIX}kv_pages", "Pages of the KV cache.", labels=["state"])
-    pages.add_metric(["free"], stats.pages_free)
-    pages.add_metric(["cached"], stats.pages_cached)
-    pages.add_metric(["owned"], stats.pages_owned)
-    yield pages
+    pages.add_metric(["free"], free)
+    pages.add_metric(["cached"], cached)
+    pages.add_metric(["owned"], owned)
+    return pages
+
+
+def _memory(stats: CoreStats) -> Iterator[Metric]:
+    yield _kv_pages(stats.pages_free, stats.pages_cached, stats.pages_owned)
     yield from _session_pages(stats)
     yield from _states(stats.states)
     host = GaugeMetricFamily(f"{PREFIX}host_pages", "Pages in host memory.", labels=["state"])

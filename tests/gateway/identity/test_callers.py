@@ -84,6 +84,7 @@ def test_callers_of_late_are_kept_in_a_bounded_number(monkeypatch: pytest.Monkey
         ({"listen": {"host": "0.0.0.0"}}, "plaintext = true"),
         ({"listen": {"host": "gateway.test"}}, "plaintext = true"),
         ({"listen": {"plaintext": True, "tls": {"cert": "c", "key": "k"}}}, "exclude each other"),
+        ({"listen": {"port": 8010}, "admin": {"port": 8010}}, "admin.port: 8010 is the port of"),
         ({"admin": {"host": "0.0.0.0", "port": 0}}, "admin: host '0.0.0.0'.*plaintext = true"),
         ({"admin": {"plaintext": True, "tls": {"cert": "c", "key": "k"}}}, "exclude each other"),
         (

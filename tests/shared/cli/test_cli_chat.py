@@ -71,7 +71,7 @@ def test_an_answer_comes_in_parts_and_is_remembered() -> None:
             httpx.Response(
                 401, content=error_envelope(Unauthenticated("No.")), headers={"x-request-id": "r1"}
             ),
-            "No. (401, request r1)",
+            "No. (401, request r1); give one by --key or $PENSTOCK_API_KEY",
         ),
     ],
 )

@@ -81,7 +81,9 @@ async def test_a_tenant_that_is_there_is_not_created_again(
     where = world[1]
     assert await tenants("create", "beta", *where, "--limit", "concurrent=3") == 0
     await effective(world[0])
+    capsys.readouterr()
     assert await tenants("create", "beta", *where) == 1
+    assert "penstock tenants limit" in capsys.readouterr().err
     assert (await shown(world, capsys, "beta"))["limits"]["concurrent"] == 3
 
 

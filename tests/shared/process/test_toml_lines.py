@@ -26,6 +26,8 @@ id = "op"
 id = "acme"
 [[tenants.model_limits]]
 model = "m"
+[tiers.flex]
+hedge = true
 """
 
 
@@ -45,6 +47,7 @@ model = "m"
         ("admin.keys.op.expires: must say", 14),
         ("tenants.acme.models: there is no", 16),
         ("tenants[0].model_limits[0].model: must be", 19),
+        ("tiers: this setting is gone", 20),
         ("redis.url: is required", None),
         ("--log-level: must be", None),
     ],
