@@ -26,7 +26,6 @@ from engine.demo import MODEL_DIR
 from engine.demo.train.__main__ import (
     Example,
     encode_conversations,
-    learning_rate_factor,
     loaded,
     optimizers,
     train,
@@ -36,11 +35,13 @@ from engine.demo.train.network import DemoModel, Shape
 from engine.demo.train.text import PAD, token_id
 from tests.bench.draft_texts import KINDS, SEED, Text, texts
 
-EPOCHS: Final = 15
-BATCH: Final = 4
+EPOCHS: Final = 24
+BATCH: Final = 2
 """Texts of one kind that are learned from in a step."""
 PEAK: Final = 0.7
 """The learning rate's, beside that of the demo model's first round."""
+WARMUP_STEPS: Final = 10
+DECAY_SHARE: Final = 0.7
 THREADS: Final = 2
 LAYERS: Final = 8
 INTERMEDIATE: Final = 4096
@@ -82,7 +83,10 @@ def _trained(model: DemoModel, tokenizer: Tokenizer) -> Iterator[tuple[int, floa
     ]
     rng, began_s = Random(SEED), time.monotonic()
     plan = list(chain.from_iterable(_epoch(kinds, rng) for _ in range(EPOCHS)))
-    factors = [PEAK * learning_rate_factor(step, len(plan), decay_share=0.7) for step in range(len(plan))]
+    steps = len(plan)
+    factors = [
+        PEAK * min(1.0, (at + 1) / WARMUP_STEPS, (steps - at) / (DECAY_SHARE * steps)) for at in range(steps)
+    ]
     for step, loss in train(model, optimizers(model), plan, token_id(tokenizer, PAD), 0, factors):
         yield step, loss, time.monotonic() - began_s
 

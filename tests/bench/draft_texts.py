@@ -13,7 +13,7 @@ from typing import Final
 Text = tuple[str, str]
 """A question and its answer."""
 
-COUNT: Final = 16
+COUNT: Final = 4
 """Texts of each kind."""
 SEED: Final = 52
 FUNCTIONS: Final = 3

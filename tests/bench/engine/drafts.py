@@ -30,7 +30,7 @@ from tests.bench.figures import Figure, Target, at_least, at_most, figure, quant
 from tests.bench.services import get
 
 STREAMS: Final = (1, 8, 32)
-TURNS: Final = {1: 12, 8: 6, 32: 4}
+TURNS: Final = {1: 8, 8: 5, 32: 3}
 TEMPERATURE: Final = 0.1
 OFF: Final = ("--max-drafts", "0")
 TARGETS: Final[dict[tuple[str, int], Target]] = {
@@ -99,7 +99,7 @@ def _questions(kind: str, tokenizer: Tokenizer) -> list[Question]:
 async def _in_turns(
     servers: tuple[Server, Server], kind: str, questions: Sequence[Question], streams: int
 ) -> list[Figure]:
-    sides = Side(), Side()
+    sides, differing = (Side(), Side()), 0
     for turn in range(TURNS[streams] + 1):
         first = turn * streams % len(questions)
         asked = [questions[(first + at) % len(questions)] for at in range(streams)]
@@ -107,18 +107,18 @@ async def _in_turns(
         for at in (0, 1) if turn % 2 else (1, 0):
             with alone(servers[at], servers):
                 answers[at] = await _turn(servers[at], asked, turn, sides[at] if turn else Side())
-        if answers[0] != answers[1]:
-            raise BenchFailed(f"{kind}: with drafts the tokens differ from those without")
-    return _figures(kind, streams, *sides)
-
-
-def _figures(kind: str, streams: int, drafting: Side, plain: Side) -> list[Figure]:
+        differing += sum(a != b for a, b in zip(answers[0], answers[1], strict=True))
     name = f"drafts, {kind}, {streams} stream{'s' if streams > 1 else ''}"
+    figures = _figures(name, TARGETS.get((kind, streams)), *sides)
+    return [*figures, figure(f"{name}: answers that differ", differing, "", at_most(0))]
+
+
+def _figures(name: str, target: Target | None, drafting: Side, plain: Side) -> list[Figure]:
     ratio = statistics.median(a / b for a, b in zip(drafting.rates, plain.rates, strict=True))
     return [
         figure(f"{name}: tokens/s with drafts", statistics.median(drafting.rates), "/s"),
         figure(f"{name}: tokens/s without", statistics.median(plain.rates), "/s"),
-        figure(f"{name}: with / without", ratio, "x", TARGETS.get((kind, streams))),
+        figure(f"{name}: with / without", ratio, "x", target),
         figure(f"{name}: gap p99 with drafts", quantile(drafting.gaps_ms, 0.99), "ms", GAP_TARGET),
         figure(f"{name}: gap p99 without", quantile(plain.gaps_ms, 0.99), "ms"),
         figure(f"{name}: drafted", drafting.drafted, "tokens"),
