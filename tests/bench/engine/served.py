@@ -10,7 +10,7 @@ longest prompt beside them whose first token is of use for a limited time, `idle
 with nothing to do, `memory` what all its processes hold after the loads, `recording` the part of a step that
 its record takes, `turns` a conversation (`tests.bench.engine.turns`), `tiers` a chat history that was
 evicted, on engines of its own (`tests.bench.engine.tiers`), `structured` what grammars cost a core of its own
-(`tests.bench.structured`).
+(`tests.bench.structured`), `drafts` what drafts gain, on engines of its own (`tests.bench.engine.drafts`).
 
 Beside streams a prompt has the part of the time that `engine.core.estimate.pace` gives it by default: the gap
 target less the usual gap, or half of the time where that is more. So its first token should take as long as
@@ -32,6 +32,7 @@ from collections.abc import AsyncIterator, Sequence, Set
 from typing import Final
 
 from tests.bench.client import ApiServer
+from tests.bench.engine.drafts import draft_figures
 from tests.bench.engine.interference import DEADLINE_FACTORS, Beside, Ending, beside, with_deadlines
 from tests.bench.engine.interference import STREAMS as BESIDE_STREAMS
 from tests.bench.engine.load import BenchFailed, Load, Sample, Server, alone, measure, warm_up
@@ -44,7 +45,20 @@ from tests.bench.structured import structured
 
 __all__ = ["BenchFailed", "add_arguments", "run"]
 
-ROWS: Final = ("load", "beside", "deadline", "idle", "memory", "recording", "turns", "tiers", "structured")
+ROWS: Final = (
+    "load",
+    "beside",
+    "deadline",
+    "idle",
+    "memory",
+    "recording",
+    "turns",
+    "tiers",
+    "structured",
+    "drafts",
+)
+OWN_ROWS: Final = frozenset({"tiers", "structured", "drafts"})
+"""Those that start what they measure."""
 USUAL_ROWS: Final = ("load", "beside", "idle", "memory")
 TOKENS_TARGET: Final = at_least(1.5)
 TTFT_TARGET: Final = at_most(0.7)
@@ -98,14 +112,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 async def run(options: argparse.Namespace) -> list[Figure]:
     rng, rows = random.Random(options.seed), set(options.rows)
-    figures: list[Figure] = []
-    if "tiers" in rows:
-        if options.url is not None:
-            raise BenchFailed("the row tiers starts engines of its own, and --url is given")
-        figures += await tier_figures(options.model or demo_model(), rng, options.engine_options)
-    if "structured" in rows:
-        figures += structured()
-    if rows <= {"tiers", "structured"}:
+    figures = await _of_own_engines(options, rows, rng)
+    if rows <= OWN_ROWS:
         return figures
     async with _servers(options) as servers:
         for server in servers:
@@ -124,6 +132,19 @@ async def run(options: argparse.Namespace) -> list[Figure]:
             figures += _memory(servers)
         figures += await _of_requests(servers, rows, rng)
     return figures
+
+
+async def _of_own_engines(options: argparse.Namespace, rows: Set[str], rng: random.Random) -> list[Figure]:
+    """The figures of the rows that start what they measure."""
+    for row in sorted(rows & OWN_ROWS - {"structured"}):
+        if options.url is not None:
+            raise BenchFailed(f"the row {row} starts engines of its own, and --url is given")
+    figures: list[Figure] = []
+    if "tiers" in rows:
+        figures += await tier_figures(options.model or demo_model(), rng, options.engine_options)
+    if "structured" in rows:
+        figures += structured()
+    return figures + (await draft_figures(options.engine_options) if "drafts" in rows else [])
 
 
 async def _of_requests(servers: Sequence[Server], rows: Set[str], rng: random.Random) -> list[Figure]:

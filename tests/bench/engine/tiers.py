@@ -56,7 +56,8 @@ async def tier_figures(model: str, rng: random.Random, options: Sequence[str]) -
 
 
 @contextlib.asynccontextmanager
-async def _engine(model: str, options: Sequence[str]) -> AsyncIterator[Server]:
+async def engine(model: str, options: Sequence[str]) -> AsyncIterator[Server]:
+    """An engine of its own, with these options, until the block is left."""
     port = free_port()
     argv = [sys.executable, "-m", "engine", "serve", "--model", model, "--served-model-name", "bench"]
     async with service([*argv, "--port", str(port), *options], f"http://127.0.0.1:{port}/readyz") as process:
@@ -66,17 +67,17 @@ async def _engine(model: str, options: Sequence[str]) -> AsyncIterator[Server]:
 
 
 async def _evicted(model: str, rng: random.Random, options: Sequence[str]) -> float:
-    async with _engine(model, options) as server:
+    async with engine(model, options) as server:
         histories = await _histories(server, rng)
         return await _asked(server, histories)
 
 
 async def _restarted(model: str, rng: random.Random, options: Sequence[str]) -> float:
-    async with _engine(model, options) as server:
+    async with engine(model, options) as server:
         histories = await _histories(server, rng)
         pages = sum(len(history) // PAGE_SIZE for history in histories)
         await _until_on_disk(server, pages)
-    async with _engine(model, options) as server:
+    async with engine(model, options) as server:
         await _until_on_disk(server, pages)
         return await _asked(server, histories)
 

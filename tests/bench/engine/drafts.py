@@ -1,0 +1,178 @@
+"""The row `drafts`: two engines side by side, one that drafts and one that does not, on the same prompts.
+
+Both have the model of `tests.bench.draft_model`, and take turns, the other one stopped. Each stream asks one
+question of `tests.bench.draft_texts` a turn, with a seed of its own, and the answer ends where the learned
+one does. The tokens must be equal. A gap is the time between two events of a stream: one with drafts brings
+several tokens at times. What is measured is decoding: all prompts are computed beforehand and found in the
+prefix cache, and a rate counts from a turn's first token to its last."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import re
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import msgspec
+from tokenizers import Tokenizer
+
+from engine.demo.train.text import render
+from tests.bench.client import TimedRequest
+from tests.bench.draft_model import folder, is_made
+from tests.bench.draft_texts import KINDS, texts
+from tests.bench.engine.load import BenchFailed, Server, alone, finished
+from tests.bench.engine.tiers import engine
+from tests.bench.figures import Figure, Target, at_least, at_most, figure, quantile
+from tests.bench.services import get
+
+STREAMS: Final = (1, 8, 32)
+TURNS: Final = {1: 8, 8: 5, 32: 3}
+TEMPERATURE: Final = 0.1
+OFF: Final = ("--max-drafts", "0")
+TARGETS: Final[dict[tuple[str, int], Target]] = {
+    ("edits", 1): at_least(2.5),
+    ("edits", 8): at_least(1.5),
+    **{("prose", streams): at_least(0.98) for streams in STREAMS},
+}
+GAP_TARGET: Final = at_most(100.0)
+"""The default of `--gap-target-ms`."""
+
+
+class _Choice(msgspec.Struct):
+    token_ids: list[int] = []
+
+
+class _Event(msgspec.Struct):
+    choices: list[_Choice] = []
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A prompt, and the length of the answer that was learned."""
+
+    prompt: list[int]
+    answer_len: int
+
+
+@dataclass(slots=True)
+class Side:
+    """What one engine did under a load."""
+
+    rates: list[float] = field(default_factory=list)
+    """Tokens per second, by turn."""
+    gaps_ms: list[float] = field(default_factory=list)
+    drafted: float = 0.0
+    accepted: float = 0.0
+
+
+async def draft_figures(options: Sequence[str]) -> list[Figure]:
+    """The figures of all kinds of texts and numbers of streams. Raises `BenchFailed`."""
+    model = folder()
+    if not is_made(model):
+        raise BenchFailed(f"no model in {model}: make it by `python -m tests.bench.draft_model`")
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    figures: list[Figure] = []
+    async with engine(str(model), options) as drafting, engine(str(model), [*options, *OFF]) as plain:
+        for kind in KINDS:
+            questions = _questions(kind, tokenizer)
+            for server in (drafting, plain):
+                with alone(server, (drafting, plain)):
+                    await _turn(server, [Question(each.prompt, 2) for each in questions], 0, Side())
+            for streams in STREAMS:
+                figures += await _in_turns((drafting, plain), kind, questions, streams)
+    return figures
+
+
+def _questions(kind: str, tokenizer: Tokenizer) -> list[Question]:
+    return [
+        Question(
+            tokenizer.encode(render([("user", question)], ask=True)).ids, len(tokenizer.encode(answer).ids)
+        )
+        for question, answer in texts(kind)
+    ]
+
+
+async def _in_turns(
+    servers: tuple[Server, Server], kind: str, questions: Sequence[Question], streams: int
+) -> list[Figure]:
+    sides, differing = (Side(), Side()), 0
+    for turn in range(TURNS[streams] + 1):
+        first = turn * streams % len(questions)
+        asked = [questions[(first + at) % len(questions)] for at in range(streams)]
+        answers: dict[int, list[list[int]]] = {}
+        for at in (0, 1) if turn % 2 else (1, 0):
+            with alone(servers[at], servers):
+                answers[at] = await _turn(servers[at], asked, turn, sides[at] if turn else Side())
+        differing += sum(a != b for a, b in zip(answers[0], answers[1], strict=True))
+    name = f"drafts, {kind}, {streams} stream{'s' if streams > 1 else ''}"
+    figures = _figures(name, TARGETS.get((kind, streams)), *sides)
+    return [*figures, figure(f"{name}: answers that differ", differing, "", at_most(0))]
+
+
+def _figures(name: str, target: Target | None, drafting: Side, plain: Side) -> list[Figure]:
+    ratio = statistics.median(a / b for a, b in zip(drafting.rates, plain.rates, strict=True))
+    return [
+        figure(f"{name}: tokens/s with drafts", statistics.median(drafting.rates), "/s"),
+        figure(f"{name}: tokens/s without", statistics.median(plain.rates), "/s"),
+        figure(f"{name}: with / without", ratio, "x", target),
+        figure(f"{name}: gap p99 with drafts", quantile(drafting.gaps_ms, 0.99), "ms", GAP_TARGET),
+        figure(f"{name}: gap p99 without", quantile(plain.gaps_ms, 0.99), "ms"),
+        figure(f"{name}: drafted", drafting.drafted, "tokens"),
+        figure(f"{name}: accepted", drafting.accepted, "tokens"),
+    ]
+
+
+async def _turn(server: Server, asked: Sequence[Question], turn: int, into: Side) -> list[list[int]]:
+    """Ask all questions at once. Returns the answers."""
+    right, wrong = await _drafts(server)
+    done = await asyncio.gather(*(_asked(server, each, 100 * turn + at) for at, each in enumerate(asked)))
+    tokens = [_tokens(exchange) for exchange in done]
+    times = [exchange.event_times for exchange in done]
+    into.rates.append(
+        sum(map(len, tokens)) / (max(each[-1] for each in times) - min(each[0] for each in times))
+    )
+    into.gaps_ms += (1e3 * (b - a) for each in times for a, b in itertools.pairwise(each))
+    right_now, wrong_now = await _drafts(server)
+    into.accepted += right_now - right
+    into.drafted += right_now - right + wrong_now - wrong
+    return tokens
+
+
+async def _asked(server: Server, question: Question, seed: int) -> TimedRequest:
+    body: dict[str, Any] = {
+        "model": server.model,
+        "prompt": question.prompt,
+        "max_tokens": question.answer_len,
+        "temperature": TEMPERATURE,
+        "seed": seed,
+        "stream": True,
+        "return_token_ids": True,
+    }
+    connection = await server.endpoint.connect()
+    with contextlib.closing(connection):
+        request = server.endpoint.request("/completions", msgspec.json.encode(body))
+        connection.begin(request, keeps_events=True)
+        return await finished(connection)
+
+
+def _tokens(exchange: TimedRequest) -> list[int]:
+    events = [msgspec.json.decode(raw.removeprefix(b"data: "), type=_Event) for raw in exchange.events or []]
+    return [token for event in events for choice in event.choices for token in choice.token_ids]
+
+
+async def _drafts(server: Server) -> tuple[float, float]:
+    """The drafts that were right and those that were wrong, so far."""
+    metrics = (await get(server.endpoint.url.removesuffix("/v1") + "/metrics")).decode()
+    return counted(metrics, "right"), counted(metrics, "wrong")
+
+
+def counted(metrics: str, outcome: str) -> float:
+    """The counter of drafts with this outcome; 0 where it is not there yet."""
+    found = re.search(
+        rf'^penstock_engine_drafts(?:_total)?{{outcome="{outcome}"}} (\S+)$', metrics, re.MULTILINE
+    )
+    return float(found[1]) if found else 0.0
