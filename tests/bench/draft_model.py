@@ -9,7 +9,6 @@ minutes what one of three million does. It is a Llama in Hugging Face's layout, 
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -33,7 +32,7 @@ from engine.demo.train.__main__ import (
 )
 from engine.demo.train.network import DemoModel, Shape
 from engine.demo.train.text import PAD, token_id
-from tests.bench.draft_texts import KINDS, SEED, Text, texts
+from tests.bench.draft_texts import KINDS, SEED, folder, is_made, messages, texts
 
 EPOCHS: Final = 24
 BATCH: Final = 2
@@ -46,20 +45,6 @@ THREADS: Final = 2
 LAYERS: Final = 8
 INTERMEDIATE: Final = 4096
 LOG_EVERY: Final = 12
-
-
-def folder() -> Path:
-    """Where the model is kept."""
-    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "penstock-bench/drafts"
-
-
-def is_made(directory: Path) -> bool:
-    return (directory / "tokenizer_config.json").exists()  # it is written last
-
-
-def messages(text: Text) -> list[tuple[str, str]]:
-    question, answer = text
-    return [("user", question), ("assistant", answer)]
 
 
 def make_model(directory: Path) -> Path:

@@ -6,9 +6,13 @@ of prose next to nothing, and it says hardly anything twice. All are drawn from 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
+from pathlib import Path
 from random import Random
 from typing import Final
+
+from engine.demo.train.text import render
 
 Text = tuple[str, str]
 """A question and its answer."""
@@ -189,3 +193,23 @@ def texts(kind: str) -> list[Text]:
     """All texts of a kind, the same every time."""
     rng = Random(f"{SEED} {kind}")
     return [KINDS[kind](rng, number) for number in range(10, 10 + COUNT)]
+
+
+def messages(text: Text) -> list[tuple[str, str]]:
+    """The conversation that is learned."""
+    question, answer = text
+    return [("user", question), ("assistant", answer)]
+
+
+def prompt(question: str) -> str:
+    """What a completion is asked with."""
+    return render([("user", question)], ask=True)
+
+
+def folder() -> Path:
+    """Where the model that knows the answers is kept."""
+    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "penstock-bench/drafts"
+
+
+def is_made(directory: Path) -> bool:
+    return (directory / "tokenizer_config.json").exists()  # it is written last

@@ -20,10 +20,8 @@ from typing import Any, Final
 import msgspec
 from tokenizers import Tokenizer
 
-from engine.demo.train.text import render
 from tests.bench.client import TimedRequest
-from tests.bench.draft_model import folder, is_made
-from tests.bench.draft_texts import KINDS, texts
+from tests.bench.draft_texts import KINDS, folder, is_made, prompt, texts
 from tests.bench.engine.load import BenchFailed, Server, alone, finished
 from tests.bench.engine.tiers import engine
 from tests.bench.figures import Figure, Target, at_least, at_most, figure, quantile
@@ -89,9 +87,7 @@ async def draft_figures(options: Sequence[str]) -> list[Figure]:
 
 def _questions(kind: str, tokenizer: Tokenizer) -> list[Question]:
     return [
-        Question(
-            tokenizer.encode(render([("user", question)], ask=True)).ids, len(tokenizer.encode(answer).ids)
-        )
+        Question(tokenizer.encode(prompt(question)).ids, len(tokenizer.encode(answer).ids))
         for question, answer in texts(kind)
     ]
 
