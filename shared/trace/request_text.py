@@ -239,7 +239,9 @@ def record_text(record: RequestRecord) -> Iterator[str]:
     else:
         yield printable(f"request {one.request_id}, in progress")
         model, tenant = one.model or "no model", one.tenant or "no tenant"
-        yield _row("asked", f"{one.method} {one.endpoint}; model {model}, tenant {tenant}{_tier(one.service_tier)}")
+        yield _row(
+            "asked", f"{one.method} {one.endpoint}; model {model}, tenant {tenant}{_tier(one.service_tier)}"
+        )
         yield _row(
             "now", f"in {one.stage} for {duration(one.total_ms)} in all; {_count(one.events, 'event')}"
         )

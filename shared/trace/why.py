@@ -108,9 +108,7 @@ def reasons(gateway: GatewayLine | None, engines: Sequence[EngineLine] = ()) -> 
             found.append(
                 Why(0.0, f"its SDK counts {tries} before this one, each a request of its own", BEFORE)
             )
-    if line.total_ms >= TOLD_MS and (
-        largest := _unexplained(line, answered, shares, found)
-    ) is not None:
+    if line.total_ms >= TOLD_MS and (largest := _unexplained(line, answered, shares, found)) is not None:
         found.append(largest)
     return tuple(sorted(found, key=lambda one: -one.ms))
 
@@ -341,7 +339,9 @@ def stage_text(part: str, line: Line, answered: EngineLine | None = None) -> str
             return "the engine was paused, since its answer was not read"
         case "gateway wait":
             own = _own_account(line, answered, is_begun=True)
-            return f"between the gateway and {whom}, which {own}" if own else f"{whom} had not begun to answer"
+            return (
+                f"between the gateway and {whom}, which {own}" if own else f"{whom} had not begun to answer"
+            )
         case "gateway relay":
             own = _own_account(line, answered, is_begun=False)
             return f"the answer came from {whom}" + (f", which {own}" if own else "")

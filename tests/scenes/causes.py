@@ -545,7 +545,9 @@ class Cause:
 TIME: Final = r"(\d+ min )?\d+(\.\d+)?( ms| s)"
 ENGINE: Final = r"127\.0\.0\.1:\d+"
 CAUSES: Final = {
-    "queue": Cause(a_queue, rf"queued {TIME}: no slot \(2 sequences run\).*; that engine had tenant other's req-"),
+    "queue": Cause(
+        a_queue, rf"queued {TIME}: no slot \(2 sequences run\).*; that engine had tenant other's req-"
+    ),
     "reader": Cause(a_client_that_does_not_read, rf"{TIME}: the client did not read its answer"),
     "hung": Cause(a_core_that_hangs_for_good, rf"{TIME}: {ENGINE} hung before it began this"),
     "deaf": Cause(a_replica_that_does_not_accept, rf"{TIME}: {ENGINE} did not accept a connection"),
@@ -557,7 +559,9 @@ CAUSES: Final = {
         a_quota_and_an_sdk,
         rf"{TIME} before it: (most likely )?its first try, req\S*, was refused by the tenant's quota of req",
     ),
-    "late": Cause(a_replica_that_answers_late, rf"{TIME}: between the gateway and {ENGINE}, which began its answer"),
+    "late": Cause(
+        a_replica_that_answers_late, rf"{TIME}: between the gateway and {ENGINE}, which began its answer"
+    ),
     "broken": Cause(a_replica_that_breaks_off, rf"{TIME}: {ENGINE} broke off"),
     "tokenizing": Cause(a_long_text, rf"tokenizing took {TIME}"),
     "grammar": Cause(

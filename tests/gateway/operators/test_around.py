@@ -196,7 +196,9 @@ async def test_a_live_request_is_told_what_it_waits_for(open_house: Open) -> Non
             asking.append(tasks.create_task(chat.__aenter__()))
             await until(partial(waits_at, house, number))
         [record] = (await ask(house, "/mine"))["data"]
-        waits = f"so far: {house.engine.url[7:]} had not begun to answer; that engine had tenant acme's before ("
+        waits = (
+            f"so far: {house.engine.url[7:]} had not begun to answer; that engine had tenant acme's before ("
+        )
         assert waits in record["causes"][0]
         [record] = (await ask(house, "/before"))["data"]
         assert "that engine had" not in record["causes"][0]

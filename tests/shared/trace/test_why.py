@@ -70,7 +70,7 @@ RELAYED = {"wait_ms": 500.0, "relay_ms": 28_000.0, "engine_queue_ms": 100.0, "en
             {"wait_ms": 4000.0, "engine_grammar_ms": 3900.0, "causes": (Cause(code="grammar", ms=3900.0),)},
             "making and trying its grammar took 3.9 s",
         ),
-        ({"tokenize_ms": 700.0, "wait_ms": 90.0, "prompt_tokens": 9000}, "tokenizing took 700 ms, for 9,000 tokens"),
+        ({"tokenize_ms": 700.0, "wait_ms": 90.0, "prompt_tokens": 9}, "tokenizing took 700 ms, for 9 tokens"),
         ({"seat_ms": 50.0, "wait_ms": 9.0}, f"50 ms: taking a seat: {STORE}"),
         ({"quota_ms": 60.0, "wait_ms": 9.0}, f"60 ms: reserving tokens: {STORE}"),
         ({"auth_ms": 5000.0}, "5 s: finding out who asks, or its tenant's turn"),
