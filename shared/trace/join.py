@@ -8,16 +8,10 @@ engines for one request is the parent of all their lines.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from datetime import datetime, timedelta
-from typing import Final
 
 from msgspec import Struct
 
 from shared.wire.completed_line import EngineLine, GatewayLine, Line
-
-
-_LASTS_MAX_MS: Final = 1e9
-"""The longest time of a request that counts for its beginning: a line may tell any, and dates end."""
 
 
 class Trace(Struct, frozen=True, omit_defaults=True):
@@ -40,8 +34,8 @@ class Trace(Struct, frozen=True, omit_defaults=True):
         return max(line.ts.timestamp() for line in self.lines)
 
 
-def _began(line: EngineLine) -> datetime:
-    return line.ts - timedelta(milliseconds=min(line.total_ms, _LASTS_MAX_MS))
+def _began(line: EngineLine) -> float:
+    return line.ts.timestamp() - line.total_ms / 1e3
 
 
 def join(lines: Iterable[Line]) -> list[Trace]:

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from shared.trace.axis import axis, visits_of
-from shared.trace.join import Trace
+from shared.trace.join import Trace, join
 from shared.trace.request_text import table
 from shared.trace.why import ATTEMPTS, CLIENT, parts, reasons, so_far
 from shared.wire import engine_words
@@ -183,6 +183,15 @@ def test_an_answer_that_was_lost_on_the_way_is_told_as_that() -> None:
     line.attempts = 1
     [alone] = rows(lost)
     assert "lost on the way" in alone, "no other was asked"
+
+
+def test_an_engine_that_was_given_up_and_ended_last_is_not_the_one_that_answered() -> None:
+    line = gateway(connect_ms=2.0, wait_ms=810.0, attempts=2, failed_attempts=(LOST,))
+    own = {"trace_id": line.trace_id, "parent_span_id": line.span_id}
+    given_up = engine(total_ms=9000.0, ts="2026-11-01T12:00:09Z", span_id="a" * 16, **own)
+    answered = engine(total_ms=8.0, ts="2026-11-01T12:00:05Z", span_id="b" * 16, **own)
+    [trace] = join([line, given_up, answered])
+    assert [one.span_id for one in trace.engines] == [given_up.span_id, answered.span_id]
 
 
 def test_an_engine_that_was_done_early_is_not_what_was_waited_for() -> None:
