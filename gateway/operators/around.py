@@ -1,5 +1,5 @@
-"""What other requests tell of one: whose work was before it in an engine's queue, and the tries of its
-caller's SDK before it.
+"""What other requests tell of one: whose work was before it in an engine's queue or took its place there, and
+the tries of its caller's SDK before it.
 
 Rules:
 
@@ -21,14 +21,14 @@ import msgspec
 
 from shared.trace.request_records import RequestRecord, RequestSummary
 from shared.trace.sentences import count, duration
-from shared.trace.why import BEFORE, QUEUE, Why, reasons
+from shared.trace.why import BEFORE, PREEMPTED, QUEUE, Why, reasons
 
 LOOKED_MAX: Final = 4096
 """Requests that are looked at."""
 AT_ONCE: Final = 200
 """Those that are before others have their turn."""
 AHEAD_MAX: Final = 3
-"""Requests that are named as having been before it."""
+"""Requests that are named as having been before it, or in its place."""
 TRIES_MAX: Final = 16
 """Tries that are looked for."""
 PAUSE_MAX: Final = timedelta(minutes=10)
@@ -61,9 +61,9 @@ def told(record: RequestRecord, others: Sequence[RequestSummary]) -> RequestReco
 
 
 def ask_elsewhere(records: Iterable[RequestRecord]) -> bool:
-    """True if what others have may tell more: of a wait in a queue, or of tries before."""
+    """True if what others have may tell more: of a wait for an engine's others, or of tries before."""
     lines = [record.line for record in records if record.line is not None]
-    return any(line.retry or any(one.part == QUEUE for one in reasons(line)) for line in lines)
+    return any(line.retry or any(one.part in _OF_OTHERS for one in reasons(line)) for line in lines)
 
 
 def lasted(one: RequestSummary) -> timedelta:
@@ -76,7 +76,12 @@ def since_of(record: RequestRecord) -> datetime:
     return record.summary.began_at - (PAUSE_MAX if record.summary.retry else timedelta())
 
 
-# -- in an engine's queue -------------------------------------------------------------------------
+# -- at an engine ---------------------------------------------------------------------------------
+
+_OF_OTHERS: Final = (QUEUE, PREEMPTED)
+"""The parts of a request's time in which its engine has others."""
+_RANKS: Final = {"flex": 0, None: 1, "priority": 2}
+"""The service tiers, those that go first last."""
 
 
 def ahead_of(record: RequestRecord, others: Iterable[RequestSummary]) -> list[RequestSummary]:
@@ -84,9 +89,25 @@ def ahead_of(record: RequestRecord, others: Iterable[RequestSummary]) -> list[Re
     queue = next((bar for bar in record.axis.bars if bar.stage == "queue" and bar.from_ms is not None), None)
     if queue is None or queue.from_ms is None:
         return []
-    own = record.summary
-    began = own.began_at + timedelta(milliseconds=queue.from_ms)
-    ended = began + timedelta(milliseconds=queue.takes_ms)
+    began = record.summary.began_at + timedelta(milliseconds=queue.from_ms)
+    return _during(record.summary, began, began + timedelta(milliseconds=queue.takes_ms), others)
+
+
+def instead_of(own: RequestSummary, others: Iterable[RequestSummary]) -> list[RequestSummary]:
+    """The requests that the same engine had beside this one, those of a higher class first: one of them took
+    its place."""
+    found = _during(own, own.began_at, own.began_at + lasted(own), others)
+    return sorted(found, key=lambda one: _rank(one) <= _rank(own))
+
+
+def _rank(one: RequestSummary) -> int:
+    return _RANKS.get(one.service_tier, 1)
+
+
+def _during(
+    own: RequestSummary, began: datetime, ended: datetime, others: Iterable[RequestSummary]
+) -> list[RequestSummary]:
+    """The requests that its engine had in this time, those that it had longest first."""
     found: list[tuple[timedelta, RequestSummary]] = []
     for one in others:
         over = one.began_at + lasted(one)
@@ -99,9 +120,10 @@ def ahead_of(record: RequestRecord, others: Iterable[RequestSummary]) -> list[Re
 
 
 def _with_ahead(reason: Why, record: RequestRecord, others: Sequence[RequestSummary]) -> Why:
-    if reason.part != QUEUE:
+    if reason.part not in _OF_OTHERS:
         return reason
-    return msgspec.structs.replace(reason, text=reason.text + _those(ahead_of(record, others)))
+    there = ahead_of(record, others) if reason.part == QUEUE else instead_of(record.summary, others)
+    return msgspec.structs.replace(reason, text=reason.text + _those(there))
 
 
 def beside(own: RequestSummary, lives: Iterable[RequestSummary]) -> str:
@@ -121,7 +143,8 @@ def _named(one: RequestSummary) -> str:
     facts = [*filter(None, [one.service_tier]), f"prompt {count(one.prompt_tokens, 'token')}"]
     if one.completion_tokens:
         facts.append(f"answer {one.completion_tokens:,}")
-    return f"{one.tenant or 'no tenant'} {one.request_id} ({', '.join(facts)})"
+    whose = f"tenant {one.tenant}'s" if one.tenant else "no tenant's"
+    return f"{whose} {one.request_id} ({', '.join(facts)})"
 
 
 # -- the tries of an SDK --------------------------------------------------------------------------

@@ -21,7 +21,8 @@ class Trace(Struct, frozen=True, omit_defaults=True):
     gateway: GatewayLine | None = None
     """None where no gateway's line was found: its log is missing, or the engine was asked directly."""
     engines: Sequence[EngineLine] = ()
-    """The engines' lines, in the order of their ends. Empty where none was found."""
+    """The engines' lines, in the order in which they were asked: that of their beginnings, since one that was
+    given up may end last. Empty where none was found."""
 
     @property
     def lines(self) -> list[Line]:
@@ -31,6 +32,10 @@ class Trace(Struct, frozen=True, omit_defaults=True):
     def ended_s(self) -> float:
         """The time at which the last line was written, in seconds since 1970."""
         return max(line.ts.timestamp() for line in self.lines)
+
+
+def _began(line: EngineLine) -> float:
+    return line.ts.timestamp() - line.total_ms / 1e3
 
 
 def join(lines: Iterable[Line]) -> list[Trace]:
@@ -44,7 +49,7 @@ def join(lines: Iterable[Line]) -> list[Trace]:
         else:
             engines.setdefault(line.span_id, line)
     children: dict[str, list[EngineLine]] = {}
-    for engine in sorted(engines.values(), key=lambda line: line.ts):
+    for engine in sorted(engines.values(), key=_began):
         parent = engine.parent_span_id
         key = engine.span_id if parent is None else f"{engine.trace_id} {parent}"
         children.setdefault(key, []).append(engine)

@@ -16,9 +16,9 @@ from shared.trace.axis import Axis, Bar, axis, named
 from shared.trace.join import Trace
 from shared.trace.request_records import RequestRecord, RequestSummary, Tick
 from shared.trace.sentences import duration
-from shared.trace.why import Why, reasons
+from shared.trace.why import Why, is_lost, reasons
 from shared.wire.completed_line import EngineLine, GatewayLine, Line
-from shared.wire.end_reason import MEANINGS
+from shared.wire.end_reason import MEANINGS, EndReason
 
 SHOWN_LEN_MAX: Final = 300
 """Characters of one value that are shown."""
@@ -68,7 +68,8 @@ def _words(trace: Trace, *, is_record: bool) -> Iterator[str]:
     key = f", key {line.key_id}" if isinstance(line, GatewayLine) and line.key_id else ""
     session = f", session {line.session}" if isinstance(line, GatewayLine) and line.session else ""
     streamed = ", as a stream" if line.stream else ""
-    yield _row("asked", f"{line.method} {line.endpoint}{streamed}; {model}, {tenant}{key}{session}")
+    tier = _tier(line.service_tier if isinstance(line, GatewayLine) else None)
+    yield _row("asked", f"{line.method} {line.endpoint}{streamed}; {model}, {tenant}{key}{session}{tier}")
     ended = line.ts.astimezone(UTC).strftime("%Y-%m-%d %H:%M:%S.%f")[:-3]
     yield _row("ended", f"{ended} UTC; trace {line.trace_id}")
     if trace.gateway is not None:
@@ -76,12 +77,16 @@ def _words(trace: Trace, *, is_record: bool) -> Iterator[str]:
     else:
         yield _row("gateway", "no line in these logs: its log is missing, or the engine was asked directly")
     for label, engine in named(trace.engines):
-        yield from _end(label, engine)
+        yield from _end(label, engine, _engine_meaning(engine, trace))
         yield from _engine_tokens(engine)
     if missing := _untold(trace) if is_record else _missing(trace):
         yield _row("engine", missing)
     if not is_record:
         yield from _why([one.text for one in reasons(trace.gateway, trace.engines)])
+
+
+def _tier(name: str | None) -> str:
+    return f", service tier {name}" if name else ""
 
 
 def _why(causes: Sequence[str]) -> Iterator[str]:
@@ -90,7 +95,7 @@ def _why(causes: Sequence[str]) -> Iterator[str]:
 
 
 def _gateway(line: GatewayLine) -> Iterator[str]:
-    yield from _end("gateway", line)
+    yield from _end("gateway", line, MEANINGS[line.end_reason])
     first = "" if line.first_byte_ms is None else f"the first byte came after {line.first_byte_ms:.3f} ms; "
     engines = "no engine was asked" if not line.attempts else f"asked {_count(line.attempts, 'engine')}"
     replica = f", last {line.replica}" if line.replica else ""
@@ -127,11 +132,22 @@ def _tokens(line: Line) -> str:
     return f"prompt {_count(line.prompt_tokens or 0, 'token')}{cached}{answer}{reasoning}{calls}"
 
 
-def _end(label: str, line: Line) -> Iterator[str]:
-    reason = line.end_reason
-    yield _row(
-        label, f"{line.status} {reason} in {line.stage}, after {line.total_ms:.3f} ms: {MEANINGS[reason]}"
-    )
+def _engine_meaning(line: EngineLine, trace: Trace) -> str:
+    """The meaning of an engine's end. An answer that it finished may have come to nobody, and with lines
+    missing nobody knows whether it was this that the client has."""
+    gateway = trace.gateway
+    if line.end_reason != EndReason.OK or gateway is None:
+        return MEANINGS[line.end_reason]
+    if is_lost(line, gateway, trace.engines):
+        return "it had finished, and its answer was lost on the way to the gateway"
+    if gateway.end_reason == EndReason.OK and len(trace.engines) >= gateway.attempts:
+        return MEANINGS[line.end_reason]
+    return "it had finished its answer"
+
+
+def _end(label: str, line: Line, meaning: str) -> Iterator[str]:
+    took = f"after {line.total_ms:.3f} ms"
+    yield _row(label, f"{line.status} {line.end_reason} in {line.stage}, {took}: {meaning}")
     if line.error_code is not None:
         param = f", param {line.error_param}" if line.error_param else ""
         detail = f": {line.error_detail}" if line.error_detail else ""
@@ -223,7 +239,9 @@ def record_text(record: RequestRecord) -> Iterator[str]:
     else:
         yield printable(f"request {one.request_id}, in progress")
         model, tenant = one.model or "no model", one.tenant or "no tenant"
-        yield _row("asked", f"{one.method} {one.endpoint}; model {model}, tenant {tenant}")
+        yield _row(
+            "asked", f"{one.method} {one.endpoint}; model {model}, tenant {tenant}{_tier(one.service_tier)}"
+        )
         yield _row(
             "now", f"in {one.stage} for {duration(one.total_ms)} in all; {_count(one.events, 'event')}"
         )

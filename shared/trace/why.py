@@ -27,6 +27,7 @@ from shared.wire.completed_line import (
     GatewayLine,
     Line,
 )
+from shared.wire.end_reason import EndReason
 from shared.wire.engine_words import MEANINGS
 
 NOTABLE_MS: Final = 50.0
@@ -39,6 +40,7 @@ TOLD_MS: Final = 10.0
 BEFORE: Final = "before"
 """The part of a reason that lies before the request."""
 QUEUE: Final = "engine queue"
+PREEMPTED: Final = "engine preempted"
 ATTEMPTS: Final = "failed attempts"
 CLIENT: Final = "client"
 
@@ -56,7 +58,7 @@ _PARTS: Final[Mapping[str, str]] = {
 }
 _CORES: Final = ("engine handover", "engine queue", "engine prefill", "engine decode")
 """The parts of the time in which the core may not answer."""
-_KINDS: Final = {"waited": QUEUE, "gap": "engine decode", "preempted": "engine preempted"}
+_KINDS: Final = {"waited": QUEUE, "gap": "engine decode", "preempted": PREEMPTED}
 _WHAT: Final[Mapping[str, str]] = {
     "gateway edge": "reading its headers",
     "gateway auth": "finding out who asks, or its tenant's turn",
@@ -96,16 +98,17 @@ def reasons(gateway: GatewayLine | None, engines: Sequence[EngineLine] = ()) -> 
     causes = (gateway.causes if gateway else None) or (answered.causes if answered else None) or ()
     silent = next((one for one in causes if one.code == CauseCode.CORE_SILENT), None)
     told = [*_of_engine([one for one in causes if one is not silent], shares), *_of_stages(shares)]
+    told = [_with_size(one, line) for one in told]
     found = [*_with_silence(told, silent), *_thinking(line, shares)]
     if gateway is not None:
         found = [_with_home(one, gateway) for one in found]
-        found += [*_of_client(gateway), *_of_attempts(gateway)]
+        found += [*_of_client(gateway), *_of_attempts(gateway, engines)]
         if gateway.retry:
             tries = count(gateway.retry, "try", "tries")
             found.append(
                 Why(0.0, f"its SDK counts {tries} before this one, each a request of its own", BEFORE)
             )
-    if line.total_ms >= TOLD_MS and (largest := _unexplained(line, shares, found)) is not None:
+    if line.total_ms >= TOLD_MS and (largest := _unexplained(line, answered, shares, found)) is not None:
         found.append(largest)
     return tuple(sorted(found, key=lambda one: -one.ms))
 
@@ -191,10 +194,19 @@ def _with_silence(found: Sequence[Why], silent: Cause | None) -> Iterator[Why]:
             yield Why(silent.ms, sentence(silent), "engine handover")
     for one in found:
         if one is about and silent is not None:
-            text = f"{one.text}; the core process did not answer for {duration(silent.ms)} of it"
-            yield Why(one.ms, text, one.part)
+            silence = f"the core process did not answer for {duration(silent.ms)} of it"
+            yield Why(one.ms, f"{one.text}; {silence}{_rest_of_silence(one.ms - silent.ms)}", one.part)
         else:
             yield one
+
+
+def _rest_of_silence(ms: float) -> str:
+    """What is known of the rest of a time in which the core was silent."""
+    if ms < NOTABLE_MS:
+        return ""
+    if ms <= PINGED_MS * 1.1:
+        return f", and most likely for the {duration(ms)} before it was asked"
+    return f"; of the other {duration(ms)} no more is known"
 
 
 _LOST: Final[Mapping[str, str]] = {
@@ -214,6 +226,14 @@ def _with_home(one: Why, line: GatewayLine) -> Why:
     why = _LOST.get(line.lost_reason or "", line.lost_reason)
     text = f"{one.text}; {count(line.lost_tokens or 0, 'token')} of it were at {line.lost_home}, which {why}"
     return Why(one.ms, text, one.part)
+
+
+def _with_size(one: Why, line: Line) -> Why:
+    """The reason, and of how many tokens the text is that took long to become tokens."""
+    if one.part not in ("gateway tokenize", "engine tokenize") or not line.prompt_tokens:
+        return one
+    about = "about " if isinstance(line, GatewayLine) and not line.prompt_exact else ""
+    return Why(one.ms, f"{one.text}, for {about}{count(line.prompt_tokens, 'token')}", one.part)
 
 
 def _of_stages(shares: Mapping[str, float]) -> Iterator[Why]:
@@ -242,9 +262,17 @@ def _of_client(line: GatewayLine) -> Iterator[Why]:
         yield Why(ms, text, CLIENT)
 
 
-def _of_attempts(line: GatewayLine) -> Iterator[Why]:
+def _of_attempts(line: GatewayLine, engines: Sequence[EngineLine] = ()) -> Iterator[Why]:
+    asked = engines if len(engines) == line.attempts else ()
     for number, one in enumerate(line.failed_attempts or (), 1):
-        yield Why(one.takes_ms, attempt_text(one, is_last=number == line.attempts), ATTEMPTS)
+        lost = asked[number - 1] if asked and is_lost(asked[number - 1], line, engines) else None
+        yield Why(one.takes_ms, attempt_text(one, lost, is_last=number == line.attempts), ATTEMPTS)
+
+
+def is_lost(engine: EngineLine, gateway: GatewayLine | None, engines: Sequence[EngineLine]) -> bool:
+    """True if an engine finished its answer, and the gateway had to do without it."""
+    is_other = gateway is not None and engine is not _answered(gateway, engines)
+    return is_other and engine.end_reason == EndReason.OK
 
 
 _FAILURES: Final[Mapping[str, str]] = {
@@ -258,16 +286,21 @@ _FAILURES: Final[Mapping[str, str]] = {
 }
 
 
-def attempt_text(one: FailedAttempt, *, is_last: bool = False) -> str:
-    """The words of an attempt that failed; `is_last` where no other followed."""
+def attempt_text(one: FailedAttempt, lost: EngineLine | None = None, *, is_last: bool = False) -> str:
+    """The words of an attempt that failed; `lost` is its engine's line where that had finished, and `is_last`
+    is true where no other followed."""
     detail, then = one.detail or "", "" if is_last else ", and another was asked"
     what = MEANINGS.get(detail)
     if what is None:
         what = _FAILURES.get(one.code, f"failed with {one.code}") + (f" ({detail})" if detail else "")
+    if lost is not None:
+        what += f", although it had finished within {duration(lost.total_ms)}: its answer was lost on the way"
     return f"{duration(one.takes_ms)}: {one.replica} {what}{then}"
 
 
-def _unexplained(line: Line, shares: Mapping[str, float], found: Sequence[Why]) -> Why | None:
+def _unexplained(
+    line: Line, answered: EngineLine | None, shares: Mapping[str, float], found: Sequence[Why]
+) -> Why | None:
     """The largest part of which no reason is known, where they explain less than half of the time."""
     covered: dict[str, float] = {}
     for one in found:
@@ -276,11 +309,24 @@ def _unexplained(line: Line, shares: Mapping[str, float], found: Sequence[Why]) 
         return None
     left = {part: ms - covered.get(part, 0.0) for part, ms in shares.items()}
     part = max(left, key=left.__getitem__)
-    return Why(left[part], f"{duration(left[part])}: {stage_text(part, line)}", part)
+    return Why(left[part], f"{duration(left[part])}: {stage_text(part, line, answered)}", part)
 
 
-def stage_text(part: str, line: Line) -> str:
-    """What happens in a part of the time, in words."""
+def _own_account(line: Line, answered: EngineLine | None, *, is_begun: bool) -> str | None:
+    """What the engine itself says of its time. None where it tells nothing."""
+    if is_begun and isinstance(line, GatewayLine) and line.engine_first_byte_ms:
+        return f"began its answer within {duration(line.engine_first_byte_ms)}"
+    if answered is not None:
+        return f"was done within {duration(answered.total_ms)}"
+    if isinstance(line, GatewayLine) and line.engine_end_reason:
+        told = sum(_told(line, ()).values())
+        return f"took {duration(told)} for all of it"
+    return None
+
+
+def stage_text(part: str, line: Line, answered: EngineLine | None = None) -> str:
+    """What happens in a part of the time, in words. `answered` is the line of the engine that answered. What
+    that tells of its own time is not what the gateway waited for."""
     whom = (line.replica if isinstance(line, GatewayLine) else None) or "the engine"
     match part:
         case "engine decode":
@@ -292,9 +338,13 @@ def stage_text(part: str, line: Line) -> str:
         case "engine stalled":
             return "the engine was paused, since its answer was not read"
         case "gateway wait":
-            return f"{whom} had not begun to answer"
+            own = _own_account(line, answered, is_begun=True)
+            return (
+                f"between the gateway and {whom}, which {own}" if own else f"{whom} had not begun to answer"
+            )
         case "gateway relay":
-            return f"the answer came from {whom}"
+            own = _own_account(line, answered, is_begun=False)
+            return f"the answer came from {whom}" + (f", which {own}" if own else "")
         case "gateway connect":
             return f"connecting to {whom}"
         case _:

@@ -67,6 +67,7 @@ class Relay:
         """Its own port."""
         self._server: asyncio.Server | None = None
         self._writers: set[asyncio.StreamWriter] = set()
+        self._passing: set[asyncio.Task[Any]] = set()
         self._passes = asyncio.Event()
         self._passes.set()
         self._full: list[socket.socket] = []
@@ -82,8 +83,10 @@ class Relay:
 
     async def aclose(self) -> None:
         self.hear()
+        self.hand_on()
         await self._stop_listening()
         self.cut()
+        await asyncio.gather(*self._passing, return_exceptions=True)
 
     async def _stop_listening(self) -> None:
         if self._server is not None:
@@ -123,6 +126,10 @@ class Relay:
         self._full = []
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._passing.add(task)
+        task.add_done_callback(self._passing.discard)
         try:
             there, beyond = await asyncio.open_connection("127.0.0.1", self._port)
         except OSError:
@@ -538,7 +545,9 @@ class Cause:
 TIME: Final = r"(\d+ min )?\d+(\.\d+)?( ms| s)"
 ENGINE: Final = r"127\.0\.0\.1:\d+"
 CAUSES: Final = {
-    "queue": Cause(a_queue, rf"queued {TIME}: no slot \(2 sequences run\).*; that engine had other req-"),
+    "queue": Cause(
+        a_queue, rf"queued {TIME}: no slot \(2 sequences run\).*; that engine had tenant other's req-"
+    ),
     "reader": Cause(a_client_that_does_not_read, rf"{TIME}: the client did not read its answer"),
     "hung": Cause(a_core_that_hangs_for_good, rf"{TIME}: {ENGINE} hung before it began this"),
     "deaf": Cause(a_replica_that_does_not_accept, rf"{TIME}: {ENGINE} did not accept a connection"),
@@ -550,7 +559,9 @@ CAUSES: Final = {
         a_quota_and_an_sdk,
         rf"{TIME} before it: (most likely )?its first try, req\S*, was refused by the tenant's quota of req",
     ),
-    "late": Cause(a_replica_that_answers_late, rf"{TIME}: {ENGINE} had not begun to answer"),
+    "late": Cause(
+        a_replica_that_answers_late, rf"{TIME}: between the gateway and {ENGINE}, which began its answer"
+    ),
     "broken": Cause(a_replica_that_breaks_off, rf"{TIME}: {ENGINE} broke off"),
     "tokenizing": Cause(a_long_text, rf"tokenizing took {TIME}"),
     "grammar": Cause(
@@ -598,9 +609,9 @@ async def run(options: argparse.Namespace) -> int:
     names = list(CAUSES)
     if options.blind is not None:
         names = [random.Random(options.blind).choice(names)]
-    elif options.cause is not None:
+    elif options.cause:
         names = [one if one in CAUSES else names[int(one) - 1] for one in options.cause]
-    elif not options.check:
+    elif options.cause is not None or not options.check:
         print("\n".join(f"{number:2} {name}" for number, name in enumerate(names, 1)))
         return 0
     async with opened() as house:
@@ -617,6 +628,7 @@ async def run(options: argparse.Namespace) -> int:
         request_id = await CAUSES[names[0]].make(house)
         await house.record(request_id)
         folder = Path(options.logs or tempfile.mkdtemp(prefix="causes-logs-"))
+        folder.mkdir(parents=True, exist_ok=True)
         files = " ".join(map(str, house.logs(folder)))
         print(
             f"request   {request_id}\nconsole   {house.admin_url}/console   key {OPERATOR}\n"
@@ -634,7 +646,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.scenes.causes")
     which = parser.add_mutually_exclusive_group()
     which.add_argument(
-        "--cause", metavar="NAME", nargs="+", help="names or numbers; without any, they are listed"
+        "--cause", metavar="NAME", nargs="*", help="names or numbers; without any, they are listed"
     )
     which.add_argument("--blind", metavar="SEED", type=int, help="one by chance, which is not told")
     parser.add_argument("--check", action="store_true", help="that Why names it first; without a cause, all")

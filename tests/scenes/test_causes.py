@@ -13,7 +13,7 @@ CHEAP = ("tokenizing", "grammar", "thinking", "handover")
 
 
 @pytest.mark.parametrize(
-    "names", [CHEAP, pytest.param([*CAUSES], marks=pytest.mark.slow)], ids=["cheap", "all"]
+    "names", [CHEAP, pytest.param([*CAUSES], marks=pytest.mark.nightly)], ids=["cheap", "all"]
 )
 async def test_why_names_each_cause_first(names: Sequence[str]) -> None:
     async with opened() as house:

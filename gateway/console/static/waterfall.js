@@ -105,6 +105,7 @@ function facts(one, line, meaning) {
     ["Asked", `${one.method} ${one.endpoint}${one.stream ? ", as a stream" : ""}`, "asked"],
     ["Engines asked", `${one.attempts ?? 0}${one.replica ? `, last ${one.replica}` : ""}`, "attempts"],
   ];
+  if (one.service_tier) pairs.push(["Service tier", one.service_tier, "tier"]);
   if (line?.failed_attempts) pairs.push(["Failed before", line.failed_attempts.map((failed) => `${failed.replica}=${failed.code}`).join(", "), "failed"]);
   if (line?.route) pairs.push(["Chosen by", line.route, "route"]);
   if (one.error_code) pairs.push(["Error", [one.error_code, line?.error_detail].filter(Boolean).join(": "), "error"]);

@@ -10,17 +10,18 @@ from engine.config import EngineConfig
 from engine.core.estimate import pace
 from engine.core.queue import deadlines, newcomers, policy, tenants
 from engine.core.scheduler_config import SchedulerConfig
-from engine.core.step import planner, victims
+from engine.core.step import drafting, planner, victims
 from shared.fairness import fair_share
 
 ROOT = Path(__file__).parents[3]
-ROWS = 11
+ROWS = 12
 NUMBER = re.compile(r"`(\w+)\.(\w+)` (\d[\d., ]*\d|\d)")
 OWNERS = {
     "SchedulerConfig": SchedulerConfig(),
     "EngineConfig": EngineConfig("model"),
     "fair_share": fair_share,
     "deadlines": deadlines,
+    "drafting": drafting,
     "newcomers": newcomers,
     "pace": pace,
     "planner": planner,

@@ -122,14 +122,22 @@ def test_whose_work_was_before_it_in_the_queue_is_told() -> None:
     ]
     first, *_ = told(queued("own"), *others)
     assert first == (
-        "queued 8 s: no slot (2 sequences run); that engine had other long (prompt 14,510 tokens, "
-        "answer 200), acme short (priority, prompt 1 token)"
+        "queued 8 s: no slot (2 sequences run); that engine had tenant other's long (prompt 14,510 "
+        "tokens, answer 200), tenant acme's short (priority, prompt 1 token)"
     )
+
+
+def test_who_may_have_taken_its_place_is_told_those_of_a_higher_class_first() -> None:
+    cause = Cause(code="preempted_class", ms=8000.0)
+    own = ended("own", 10.0, 9.0, causes=(cause,), engine_preempted_ms=8000.0, relay_ms=8500.0)
+    first, *_ = told(own, ended("equal", 9.5, 9.4), ended("higher", 5.0, 2.0, service_tier="priority"))
+    assert first.startswith("preempted for 8 s")
+    assert 0 < first.index("higher (priority") < first.index("equal (")
 
 
 def test_of_many_a_few_are_named() -> None:
     first, *_ = told(queued("own"), *(ended(f"r{number}", 9.5, 9.4) for number in range(AHEAD_MAX + 7)))
-    assert first.count("acme r") == AHEAD_MAX
+    assert first.count("acme's r") == AHEAD_MAX
     assert first.endswith(" and 7 more")
 
 
@@ -188,7 +196,9 @@ async def test_a_live_request_is_told_what_it_waits_for(open_house: Open) -> Non
             asking.append(tasks.create_task(chat.__aenter__()))
             await until(partial(waits_at, house, number))
         [record] = (await ask(house, "/mine"))["data"]
-        waits = f"so far: {house.engine.url[7:]} had not begun to answer; that engine had acme before ("
+        waits = (
+            f"so far: {house.engine.url[7:]} had not begun to answer; that engine had tenant acme's before ("
+        )
         assert waits in record["causes"][0]
         [record] = (await ask(house, "/before"))["data"]
         assert "that engine had" not in record["causes"][0]

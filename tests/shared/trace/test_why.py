@@ -8,10 +8,13 @@ import msgspec
 import pytest
 
 from shared.trace.axis import axis, visits_of
+from shared.trace.join import Trace, join
+from shared.trace.request_text import table
 from shared.trace.why import ATTEMPTS, CLIENT, parts, reasons, so_far
 from shared.wire import engine_words
 from shared.wire.causes import Cause
 from shared.wire.completed_line import EngineLine, FailedAttempt, GatewayLine
+from shared.wire.end_reason import MEANINGS, EndReason
 from tests.shared.trace.test_axis import STAGES, engine
 from tests.shared.trace.test_trace import line_of
 
@@ -67,13 +70,21 @@ RELAYED = {"wait_ms": 500.0, "relay_ms": 28_000.0, "engine_queue_ms": 100.0, "en
             {"wait_ms": 4000.0, "engine_grammar_ms": 3900.0, "causes": (Cause(code="grammar", ms=3900.0),)},
             "making and trying its grammar took 3.9 s",
         ),
-        ({"tokenize_ms": 700.0, "wait_ms": 90.0}, "tokenizing took 700 ms"),
+        ({"tokenize_ms": 700.0, "wait_ms": 90.0, "prompt_tokens": 9}, "tokenizing took 700 ms, for 9 tokens"),
         ({"seat_ms": 50.0, "wait_ms": 9.0}, f"50 ms: taking a seat: {STORE}"),
         ({"quota_ms": 60.0, "wait_ms": 9.0}, f"60 ms: reserving tokens: {STORE}"),
         ({"auth_ms": 5000.0}, "5 s: finding out who asks, or its tenant's turn"),
         ({"body_ms": 900.0, "wait_ms": 9.0}, "900 ms: the client sent its body"),
         ({"connect_ms": 700.0, "wait_ms": 9.0}, "700 ms: connecting to the engine"),
         ({"wait_ms": 60_000.0, "replica": "a:1"}, "1 min 0 s: a:1 had not begun to answer"),
+        (
+            {"wait_ms": 2000.0, "replica": "a:1", "engine_end_reason": "ok", "engine_first_byte_ms": 9.0},
+            "2 s: between the gateway and a:1, which began its answer within 9 ms",
+        ),
+        (
+            {"relay_ms": 2000.0, "replica": "a:1", "engine_end_reason": "ok", "engine_decode_ms": 9.0},
+            "2 s: the answer came from a:1, which took 9 ms for all of it",
+        ),
         ({"relay_ms": 9000.0, "replica": "a:1"}, "9 s: the answer came from a:1"),
         (
             {"connect_ms": 5002.0, "wait_ms": 9.0, "failed_attempts": (ONE,)},
@@ -93,7 +104,7 @@ RELAYED = {"wait_ms": 500.0, "relay_ms": 28_000.0, "engine_queue_ms": 100.0, "en
                 "causes": (Cause(code="core_silent", ms=3400.0), Cause(code="prefill", ms=17.0)),
             },
             "4.3 s: between the engine's API process and its core; the core process did not answer for "
-            "3.4 s of it",
+            "3.4 s of it, and most likely for the 851 ms before it was asked",
         ),
         (
             {
@@ -101,7 +112,7 @@ RELAYED = {"wait_ms": 500.0, "relay_ms": 28_000.0, "engine_queue_ms": 100.0, "en
                 "causes": (Cause(code="gap_host", ms=4200.0), Cause(code="core_silent", ms=3400.0)),
             },
             "gap of 4.2 s: the host was busy between two steps; the core process did not answer for "
-            "3.4 s of it",
+            "3.4 s of it, and most likely for the 800 ms before it was asked",
         ),
         (
             {
@@ -146,6 +157,48 @@ def test_what_a_failed_engine_waited_for_is_no_reason_of_the_others() -> None:
     failed = engine(causes=[{"code": "waited_slots", "ms": 790.0, "requests": 2}], queue_ms=790.0)
     line = gateway(connect_ms=2.0, wait_ms=810.0, attempts=1, failed_attempts=(LOST,))
     assert texts(line, failed) == ["800 ms: a:1 broke off, or answered what is no answer"]
+
+
+def test_an_answer_that_was_lost_on_the_way_is_told_as_that() -> None:
+    """An engine that had finished knows nothing of it; its client is the gateway."""
+    lost = engine(end_reason="ok", total_ms=9.0, ts="2026-11-01T12:00:00Z")
+    answered = engine(end_reason="ok", total_ms=8.0, ts="2026-11-01T12:00:05Z")
+    line = gateway(connect_ms=2.0, wait_ms=810.0, attempts=2, failed_attempts=(LOST,))
+    line.end_reason = EndReason.OK
+    first = texts(line, lost, answered)[0]
+    assert first.startswith("800 ms: a:1 broke off")
+    assert "finished within 9 ms" in first
+    assert "lost" in first
+
+    def rows(*engines: EngineLine) -> list[str]:
+        shown = table([Trace("left", line, engines)])
+        return [row for row in shown if row.startswith("  engine") and "after" in row]
+
+    whole = MEANINGS[EndReason.OK]
+    one, other = rows(lost, answered)
+    assert "lost on the way" in one
+    assert other.endswith(whole)
+    [alone] = rows(lost)
+    assert not alone.endswith(whole), "with a line missing, it may be either's"
+    line.attempts = 1
+    [alone] = rows(lost)
+    assert "lost on the way" in alone, "no other was asked"
+
+
+def test_an_engine_that_was_given_up_and_ended_last_is_not_the_one_that_answered() -> None:
+    line = gateway(connect_ms=2.0, wait_ms=810.0, attempts=2, failed_attempts=(LOST,))
+    own = {"trace_id": line.trace_id, "parent_span_id": line.span_id}
+    given_up = engine(total_ms=9000.0, ts="2026-11-01T12:00:09Z", span_id="a" * 16, **own)
+    answered = engine(total_ms=8.0, ts="2026-11-01T12:00:05Z", span_id="b" * 16, **own)
+    [trace] = join([line, given_up, answered])
+    assert [one.span_id for one in trace.engines] == [given_up.span_id, answered.span_id]
+
+
+def test_an_engine_that_was_done_early_is_not_what_was_waited_for() -> None:
+    line = gateway(wait_ms=2000.0, replica="a:1", attempts=1)
+    first = texts(line, engine(total_ms=9.0))[0]
+    assert "between the gateway and a:1" in first
+    assert "within 9 ms" in first
 
 
 def test_attempts_stand_where_they_were() -> None:
