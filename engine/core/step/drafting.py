@@ -53,6 +53,11 @@ def ngram_drafter(sequence: Sequence) -> Drafts:
     return NGramDrafts(sequence.prompt_len + params.max_tokens, params.stop_token_ids)
 
 
+def spare_tokens(tokens_left: int, decodes: int) -> int:
+    """The drafts that a step has room for: the rest is for prompts (rule 1)."""
+    return int(TOKENS_SHARE * (tokens_left - decodes))
+
+
 def _pause(sequence: Sequence, tokens: int) -> None:
     """Look at a sequence again in so many tokens."""
     if sequence.mask:
@@ -79,7 +84,7 @@ class Drafting:
         self, builder: PlanBuilder, decodes: dict[int, Sequence], due: list[Sequence], now: float
     ) -> None:
         """Add rows for the decodes, by slot, of which those in `due` are to be looked at for drafts."""
-        looks = self._looked_at(due, int(TOKENS_SHARE * (builder.tokens_left - len(decodes))))
+        looks = self._looked_at(due, spare_tokens(builder.tokens_left, len(decodes)))
         drafts = self._chosen(looks, builder, decodes, now) if looks else {}
         if not drafts:
             builder.add_decodes(decodes)
@@ -160,8 +165,8 @@ class Drafting:
             Offer(draft.chance, len(draft.tokens), max(draft_s, least_s), draft.is_probe)
             for (_, draft), draft_s in zip(looks, drafts_s, strict=True)
         ]
-        spare = int(TOKENS_SHARE * (builder.tokens_left - rows))
-        lengths = lengths_that_pay(offers, rows, step_s, self._spare_s(decodes, step_s), spare)
+        spare = spare_tokens(builder.tokens_left, rows)
+        lengths = lengths_that_pay(offers, rows, step_s, self.spare_s(decodes, step_s), spare)
         drafts: dict[int, list[int]] = {}
         for (sequence, draft), offer, length in zip(looks, offers, lengths, strict=True):
             drafter, slot = sequence.drafter, sequence.slot
@@ -177,7 +182,7 @@ class Drafting:
                 drafts[slot] = draft.tokens[:fit]
         return drafts
 
-    def _spare_s(self, decodes: Mapping[int, Sequence], step_s: float) -> float:
+    def spare_s(self, decodes: Mapping[int, Sequence], step_s: float) -> float:
         """The time by which drafts may make a step longer (rule 1)."""
         targets = self.config.gap_targets_s
         target_s = min(targets[sequence.service_class] for sequence in decodes.values())

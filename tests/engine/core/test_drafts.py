@@ -6,12 +6,21 @@ from __future__ import annotations
 import math
 import random
 from array import array
+from typing import cast
 
 import pytest
 
+from engine.config import EngineConfig
+from engine.contract.messages import ServiceClass
 from engine.core.drafts.drafter import NGramDrafts
 from engine.core.drafts.ngrams import LEVELS, NGrams
 from engine.core.drafts.price import Acceptance, Offer, lengths_that_pay
+from engine.core.estimate.cost import CostLearner
+from engine.core.scheduler_config import SchedulerConfig
+from engine.core.step.allocator import Allocator
+from engine.core.step.drafting import LATE_SHARE, TOKENS_SHARE, Drafting, spare_tokens
+from tests.engine.core.sequences import sequence
+from tests.fake_runner import runner_info
 
 TOKENS = "I"
 LONGEST, SHORTEST = max(LEVELS), min(LEVELS)
@@ -137,3 +146,15 @@ def test_drafts_keep_to_what_is_spare() -> None:
     assert sum(lengths_that_pay(offers, 2, 0.1, 1.0, 7)) == 7
     assert sum(lengths_that_pay(offers, 2, 0.1, 4.5e-4, 100)) == 4
     assert lengths_that_pay(offers, 2, 0.1, 1.0, 100)[1] == 3
+
+
+def test_drafts_keep_to_the_least_gap_target_and_lengthen_a_late_step_by_a_share() -> None:
+    """`max_drafts` is what a row verifies at most, whatever these leave."""
+    config = SchedulerConfig(gap_targets_s=(0.5, 0.1, 0.05))
+    learner = CostLearner()
+    drafting = Drafting(config, runner_info(), cast(Allocator, None), learner, EngineConfig("m").max_drafts)
+    decodes = {at: sequence(at, 0.0, service_class=kind) for at, kind in enumerate(ServiceClass)}
+    allowed_s = 0.05 / (1.0 + learner.error)
+    assert drafting.spare_s(decodes, 0.01) == pytest.approx(allowed_s - 0.01)
+    assert drafting.spare_s(decodes, 0.4) == LATE_SHARE * 0.4
+    assert spare_tokens(104, 4) == TOKENS_SHARE * 100
