@@ -25,6 +25,7 @@ PRIVATE: Final = {
         "torch.ops.mkldnn._linear_pointwise",
         "torch.ops.mkldnn._reorder_linear_weight",
     },
+    "engine/runtime/step/states.py": {"torch._foreach_copy_"},
     "engine/runtime/collective/group.py": {C10D, f"{C10D}.ProcessGroupGloo._Options"},
 }
 """The private names that a module uses, by its path."""

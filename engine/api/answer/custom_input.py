@@ -17,7 +17,7 @@ _MAY_OPEN: Final = re.compile(r'\s*(?:\{\s*(?:"(?:i(?:n(?:p(?:u(?:t(?:"\s*(?::\s
 _HEX: Final = "[0-9a-fA-F]"
 _PAIR: Final = rf"u[dD][89abAB]{_HEX}{{2}}\\u[dD][c-fC-F]{_HEX}{{2}}"
 _TEXT: Final = re.compile(
-    rf'(?:[^"\\]++|\\(?:["\\/bfnrt]|u(?![dD][89a-fA-F]){_HEX}{{4}}|{_PAIR}))*+', re.DOTALL
+    rf'(?:[^"\\]++|\\(?:["\\/bfnrt]|u(?![dD][89a-fA-F]){_HEX}{{4}}|{_PAIR}))*', re.DOTALL
 )
 """Characters and escapes that are whole."""
 _BEGUN: Final = re.compile(

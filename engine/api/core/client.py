@@ -447,7 +447,7 @@ class CoreClient:
                 continue
             if self._deliver(output, token, logprobs, now):
                 stopped.append(handle)
-            elif output.is_behind and handle not in self._paused:
+            elif output.is_behind and handle not in self._paused and handle not in behind:
                 behind.append(handle)
         ended = {finished.handle for finished in step.finished}
         for finished in step.finished:

@@ -12,7 +12,7 @@ import pytest
 
 from engine.api.answer.outputs import UNSENT_TOKENS_MAX
 from engine.api.http.service import Service
-from engine.contract.messages import FinishReason, PauseSequences, ResumeSequences
+from engine.contract.messages import FinishReason, PauseSequences, ResumeSequences, StepOutput
 from gateway.relay.http2_client import Http2Transport
 from shared.http2.connection_errors import StreamFailed
 from shared.wire.http import ClientGone
@@ -128,6 +128,25 @@ async def test_a_pause_is_asked_for_once(serve: Serve) -> None:
         core.release()
         assert text_of(await slow.read()) == "the" * 200
         assert core.pauses == [PauseSequences([1]), ResumeSequences([1])]
+
+
+async def test_tokens_of_one_step_ask_for_one_pause(serve: Serve) -> None:
+    """A step that verified drafts brings several tokens of a sequence, of which more than one find the client
+    behind."""
+    async with serve(core=CORE) as served:
+        core = served.core
+        core.is_held = True
+        core.script = lambda _: served.ids("the") * 3000
+        slow = Client(served, max_tokens=3 * UNSENT_TOKENS_MAX)
+        await until(lambda: bool(core.waiting))
+        core.step()
+        await until(lambda: bool(slow.received))
+        tokens = core.running[1].script[: 2 * UNSENT_TOKENS_MAX]
+        core.say(StepOutput(1, [1] * len(tokens), tokens, [], [], [], [], core._stats()))
+        await until(lambda: bool(core.paused))
+        assert core.pauses == [PauseSequences([1])]
+        assert served.engine.state.core.failure is None
+        await slow.leave()
 
 
 async def test_the_last_token_is_no_reason_to_pause(serve: Serve) -> None:
