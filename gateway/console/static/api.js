@@ -56,7 +56,8 @@ export function watch() {
 
 export const get = (path) => ask("GET", path);
 
-// Calls `work` every `everyMs`, one call at a time. It rests while the page is hidden, and for five times as
+// Calls `work` every `everyMs`, one call at a time. What `failed` is told it takes back when a call succeeds again, and
+// nothing that others told. It rests while the page is hidden, and for five times as
 // long as a call took, so that a gateway that is busy is asked less. Returns a function that ends it.
 export function poll(work, everyMs, failed) {
   let timer = 0;
@@ -68,8 +69,8 @@ export function poll(work, everyMs, failed) {
     const began = performance.now();
     try {
       await work();
+      if (failures > 0 && !over) failed(null);
       failures = 0;
-      if (!over) failed(null);
     } catch (error) {
       failures += 1;
       if (!over) failed(error);
