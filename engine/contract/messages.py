@@ -160,6 +160,8 @@ class AddRequest(msgspec.Struct, array_like=True, frozen=True, tag="add"):
     has_next_turn: bool = False
     """True if a prompt that goes on from the answer is likely to come within seconds, as when the tool that
     it calls has run."""
+    prediction: bytes = b""
+    """The tokens, packed, that each answer is expected to have; empty: nothing is."""
 
 
 class AbortSequences(msgspec.Struct, array_like=True, frozen=True, tag="abort"):
@@ -456,6 +458,9 @@ class StepOutput(msgspec.Struct, array_like=True, frozen=True, tag="step"):
     moved: list[Moved] = []
     record: StepRecord | None = None
     """The step that was committed last; None when none was since the last output."""
+    predicted: list[tuple[int, int, int]] = []
+    """For each sequence that verified tokens of its prediction: its handle, how many of them were right, and
+    how many were not."""
 
 
 CoreOutput = CoreReady | CoreFailed | CoreProgress | Pong | StepOutput

@@ -30,6 +30,7 @@ from engine.api.ask.admission import (
     stop_ids,
     stop_tokens,
     trusted_ids,
+    trusted_prediction,
 )
 from engine.api.ask.echo import echoed
 from engine.api.ask.engine_state import EngineState
@@ -40,13 +41,14 @@ from engine.api.core.client import Share
 from engine.contract.messages import AddPrompt
 from shared.apis.generation import GenerationRequest
 from shared.apis.holding import Holding, weigh, weigh_long
+from shared.apis.prediction import PREDICTION
 from shared.apis.prompt import PromptForm, TextPrompt
 from shared.apis.request import Request
 from shared.apis.tools import ToolMode
 from shared.apis.validation import INLINE_LEN_MAX, Parsed, parse, parse_slices
 from shared.fairness.fair_threads import Slices
 from shared.process.clock import Clock
-from shared.text.prompts import prompt_slices
+from shared.text.prompts import prompt_slices, text_slices
 from shared.wire.errors import ApiError, QueueTimeout, RequestTimeout
 from shared.wire.ids import (
     FIRST_TOKEN_TIMEOUT_HEADER,
@@ -167,8 +169,10 @@ class CheckedRequest:
     echoes: Sequence[Echo] | None
     repeated: Repeated | None
     """The fields of the request that the answer repeats. None where it repeats nothing."""
+    prediction: bytes | None
+    """The tokens, packed, that its caller expects each answer to have. None where it predicts nothing."""
     answer_len: int
-    """The most bytes that the answer holds at any time."""
+    """The most bytes that the answer holds at any time, and the core of what is predicted of it."""
 
 
 async def read(state: EngineState, exchange: EngineExchange, kind: type[S], holding: Holding) -> Parsed[S]:
@@ -211,6 +215,7 @@ async def ask(
         stops = stop_ids(request, model.eos_ids, model.special_ids)
         choices = plan_choices(request, prompts, limits, stops, model.sampling)
         echoes = await _echoes(state, tenant, model, request, prompt, prompts)
+        prediction = await _prediction(state, tenant, model, request, limits)
     form = await state.forms.of(model, exchange, parsed, prompt, prompts[0])
     api = ANSWERS[type(request)]
     repeated = None if api.repeats is None else api.repeats(request, parsed.fields)
@@ -236,7 +241,8 @@ async def ask(
         prompts=prompts_of(choices, packed, request.n or 1),
         echoes=echoes,
         repeated=repeated,
-        answer_len=answer_len(request, choices) + form.held_len + repeated_len,
+        prediction=prediction,
+        answer_len=answer_len(request, choices) + form.held_len + repeated_len + len(prediction or b""),
     )
 
 
@@ -266,6 +272,25 @@ async def _prompt_ids(
     if packed is None:
         raise out_of_vocab(request.prompt_param, limits.vocab_size)
     return ids, packed
+
+
+async def _prediction(
+    state: EngineState, tenant: str, model: ServedModel, request: GenerationRequest, limits: Limits
+) -> bytes | None:
+    """The tokens, packed, of what the caller predicts: the gateway's where they can be trusted, else made
+    here. None where it predicts nothing. Raises InvalidRequest."""
+    if (text := request.predicted_text) is None:
+        return None
+    packed = None
+    if (ids := trusted_prediction(request, model.tokenizer.hash)) is not None:
+        packed = await pack([ids], limits.vocab_size, state.threads, tenant)
+    if packed is None:
+        work = text_slices(model.tokenizer, text, None, PREDICTION, add_special_tokens=False)
+        ids = await state.threads.run(tenant, work)
+        packed = await pack([ids], limits.vocab_size, state.threads, tenant)
+    if packed is None:
+        raise out_of_vocab(PREDICTION, limits.vocab_size)
+    return packed[0]
 
 
 async def _echoes(
