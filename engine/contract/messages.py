@@ -331,6 +331,8 @@ class Finished(msgspec.Struct, array_like=True, frozen=True):
     """Drafts of its tokens that steps verified, or were verifying at its end."""
     accepted: int = 0
     """The part of them that were right."""
+    mispredicted: int = 0
+    """The part of them that were wrong and its caller's, who is charged for them (`StepOutput.predicted`)."""
 
 
 class DiskCounts(msgspec.Struct, array_like=True, frozen=True):

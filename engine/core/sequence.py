@@ -165,6 +165,8 @@ class Sequence:
     drafted: int = 0
     """Drafts that steps verified, or verify."""
     accepted: int = 0
+    mispredicted: int = 0
+    """The drafts that its caller predicted, and that were wrong."""
     last_step: int = 0
     """The number of the newest step that computes for it, in flight or committed; 0: none."""
     given_up_len: int = 0
@@ -380,6 +382,7 @@ class Sequence:
         caller predicted."""
         wrong = self.verifying - accepted
         predicted = 0 if self.drafter is None else self.drafter.learn(self.verifying, accepted)
+        self.mispredicted += max(0, predicted - accepted)
         self.in_flight_len -= wrong
         self.coming -= wrong
         self.accepted += accepted
@@ -419,6 +422,7 @@ class Sequence:
             grammar_s=self.grammar_s,
             drafted=self.drafted,
             accepted=self.accepted,
+            mispredicted=self.mispredicted,
         )
 
     def _vacate(self) -> None:

@@ -442,7 +442,7 @@ class CoreClient:
         self._take_news(step, now)
         stopped: list[int] = []
         behind: list[int] = []
-        late_tokens = again_tokens = drafted = accepted = 0
+        late_tokens = again_tokens = drafted = accepted = charged = 0
         predicted = self._predicted(step) if step.predicted else ()
         for handle, token, logprobs in zip(step.handles, step.tokens, step.logprobs or repeat(None)):  # noqa: B905
             if (output := live.get(handle)) is None or (stopped and handle in stopped):
@@ -463,6 +463,7 @@ class CoreClient:
                 late_tokens += finished.late_tokens
             again_tokens += finished.again_tokens
             drafted, accepted = drafted + finished.drafted, accepted + finished.accepted
+            charged += finished.mispredicted
             self._forget(finished.handle)
         self.release([handle for handle in stopped if handle not in ended])
         if behind and (behind := [handle for handle in behind if handle in live]):
@@ -470,17 +471,18 @@ class CoreClient:
         self._metrics.on_step(step)
         self._metrics.count_uncharged(late=late_tokens, preempted=again_tokens)
         if drafted:
-            self._metrics.count_drafts(drafted, accepted)
+            self._metrics.count_drafts(drafted, accepted, charged)
 
     def _predicted(self, step: StepOutput) -> list[tuple[ChoiceOutput, int, int, int]]:
         """The outputs whose callers' predictions the step tried, the tokens that each has before it, and how
         many of those that were tried are right and wrong."""
-        outputs = ((self._live.get(handle), right, wrong) for handle, right, wrong in step.predicted)
-        return [
-            (output, output.completion_tokens, right, wrong)
-            for output, right, wrong in outputs
-            if output is not None
-        ]
+        found: list[tuple[ChoiceOutput, int, int, int]] = []
+        for handle, right, wrong in step.predicted:
+            if (output := self._live.get(handle)) is not None:
+                found.append((output, output.completion_tokens, right, wrong))
+            else:  # its request has ended and been charged
+                self._metrics.count_uncharged(draft=wrong)
+        return found
 
     def _take_news(self, step: StepOutput, now: float) -> None:
         """Deliver what happens a few times in a sequence's life."""

@@ -199,5 +199,5 @@ class PredictionDrafts:
 
     def learn(self, drafts: int, right: int) -> int:
         predicted = self._own.learn(drafts, right)
-        self._left -= predicted - min(right, predicted)
+        self._left -= max(0, predicted - right)
         return predicted

@@ -108,8 +108,7 @@ class Results:
             return None
         right = agreed(drafts, [token for token, _ in sampled])
         if predicted := sequence.land_drafts(right):
-            came_true = min(right, predicted)
-            news.predicted.append((sequence.handle, came_true, predicted - came_true))
+            news.predicted.append((sequence.handle, min(right, predicted), max(0, predicted - right)))
         served[sequence.tenant] += len(drafts) - right
         reason, matched = None, len(self.matched)
         for token, logprobs in sampled[: right + 1]:

@@ -81,6 +81,8 @@ class FakeCore:
         self.is_closed = False
         self.newest = 0
         """The newest that it says to have seen."""
+        self.predicted: list[tuple[int, int, int]] = []
+        """What the next step says of predictions."""
         self.waiting: dict[int, AddSequence] = {}
         self.running: dict[int, Running] = {}
         self._steps = 0
@@ -202,8 +204,9 @@ class FakeCore:
             started=started,
             finished=[],
             stats=self._stats(),
+            predicted=self.predicted,
         )
-        self._steps += 1
+        self._steps, self.predicted = self._steps + 1, []
         for row in rows:
             row.sent += 1
             reason = self._end(row)
