@@ -14,7 +14,7 @@ from gateway.billing.lines import BillingLine
 from gateway.identity.keys import hash_key
 from shared.apis.chat import ChatRequest
 from shared.apis.chat_messages import ChatMessage
-from shared.apis.prediction import PREDICTION_LEN_MAX, Prediction
+from shared.apis.prediction import Prediction
 from shared.text.tokenizer import Tokenizer
 from shared.wire import sse
 from shared.wire.room import Room
@@ -124,7 +124,7 @@ def test_what_is_reserved_has_the_prediction_at_every_size(tokens_max: int | Non
 
 async def test_one_that_is_too_long_is_refused_before_anything_is_sent(open_house: Open) -> None:
     house = await limited(open_house, {})
-    long = {"type": "content", "content": "x" * (PREDICTION_LEN_MAX + 1)}
+    long = {"type": "content", "content": "x" * 131_073}
     async with house.chat(prediction=long) as answer:
         assert answer.status == 400
         assert (await error_of(answer))["param"] == "prediction.content"
