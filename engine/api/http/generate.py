@@ -119,8 +119,7 @@ class Generation:
         self._streams = asked.streams
         self._api = asked.api
         self._is_open = not asked.api.opens_early
-        self._n = asked.n
-        self._share = asked.share
+        self._n, self._share = asked.n, asked.share
         self._prompts, self._sampling = asked.prompts, asked.choices[0].sampling
         self._grammar, self._grammar_kind = asked.form.grammar, asked.form.kind
         self._prediction, self._predicts = asked.prediction or b"", asked.prediction is not None
