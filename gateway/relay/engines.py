@@ -143,6 +143,11 @@ class Known:
         self.is_ours = profile.tokenizer is not None or self.make == "penstock"
 
     @property
+    def capabilities(self) -> Capabilities | None:
+        """The abilities of the model. None where its engine has not told them."""
+        return None if self.profile is None else self.profile.capabilities
+
+    @property
     def takes_salt(self) -> bool:
         """True if an engine of another make keeps cached prefixes apart by `cache_salt`. One that does not
         may refuse a field that it does not know."""
