@@ -172,7 +172,7 @@ class Sequence:
     is_only_read: bool = field(init=False)
     """True if its prompt is computed and nothing sampled. It is never a decode."""
     is_pooled: bool = field(init=False)
-    """True if its prompt's vector is asked for. What the runner has gathered for that is lost with the slot."""
+    """True if its prompt's vector is asked for. What the runner gathered for that is lost with the slot."""
     expected_len: int = field(init=False)
     """Known tokens that are still to be computed: while it waits, those that the prefix cache lacked at the
     last look-up; while it computes its prompt, those pending at the last plan."""

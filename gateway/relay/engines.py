@@ -69,6 +69,9 @@ SALTED: Final = frozenset({"vllm", "sglang", "penstock"})
 they are configured as of another make."""
 
 
+_UNTOLD: Final = Capabilities(tools=False, reasoning=False, structured_output=False)
+"""The abilities of a model whose engine tells its profile without them, as older ones of ours do."""
+
 log = logs.get(__name__)
 
 
@@ -144,8 +147,8 @@ class Known:
 
     @property
     def capabilities(self) -> Capabilities | None:
-        """The abilities of the model. None where its engine has not told them."""
-        return None if self.profile is None else self.profile.capabilities
+        """The abilities of the model. None as long as its engine has told nothing."""
+        return None if self.profile is None else self.profile.capabilities or _UNTOLD
 
     @property
     def takes_salt(self) -> bool:
