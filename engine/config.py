@@ -17,6 +17,7 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from msgspec import Meta
 
+from engine.contract.embedders import read_cuts
 from engine.runtime.setup.runner_config import CONTEXT_LEN_MAX, RunnerConfig, Seconds
 from shared.apis.holding import memory_max
 from shared.process import setting_values
@@ -59,6 +60,17 @@ def _is_object(text: str) -> bool:
     return True
 
 
+def _are_lens(text: str) -> bool:
+    try:
+        read_cuts(text)
+    except ValueError:
+        return False
+    return True
+
+
+EmbeddingLens = Annotated[
+    str, Meta(min_length=1, max_length=256), Rule("be numbers separated by commas, or any", _are_lens)
+]
 TemplateNames = Annotated[
     str,
     Meta(min_length=1, max_length=TEMPLATE_LEN_MAX),
@@ -140,6 +152,10 @@ class EngineConfig(RunnerConfig):
     template_defaults: TemplateDefaults | None = None
     """JSON object with values for variables of the chat template that a request does not set, or may not set,
     such as {"enable_thinking": false}."""
+    embedding_dimensions: EmbeddingLens | None = None
+    """The lengths to which a request may cut vectors (dimensions): numbers, separated by commas, or any, for
+    a model that was made for it (Matryoshka). Unset: what its config.json says (is_matryoshka,
+    matryoshka_dimensions), else none."""
     answer_format: Text = "auto"
     """How the model marks reasoning and calls: the name of a family, or a file (see "Answers" in the README);
     none: neither is looked for. auto: the checkpoint's response_template, else its family's."""

@@ -95,6 +95,9 @@ class SamplingParams(msgspec.Struct, array_like=True, frozen=True):
     prompt_logprobs: int | None = None
     """The same for each prompt token but the first. Until they are sent, such a sequence takes nothing from
     the prefix cache, because cached positions are not computed and so have no logits."""
+    vector_len: int = 0
+    """The numbers of the prompt's vector, where that is asked for; 0: it is not. Then `max_tokens` is 0. Such
+    a sequence takes nothing from the prefix cache and leaves nothing there: its vector may be of all tokens."""
 
     @property
     def needs_history(self) -> bool:
@@ -257,6 +260,8 @@ class RunnerInfo(msgspec.Struct, array_like=True, frozen=True):
     """Time to copy a state to its place or back, measured while warming up, in seconds; 0.0: not measured."""
     drafts_max: int = 0
     """The most drafts that a row can verify, with the same tokens as without, to the bit; 0: none."""
+    vector_len: int = 0
+    """The numbers of the vector that it makes of a prompt (`engine.contract.embedders`); 0: it makes none."""
 
 
 class CoreReady(msgspec.Struct, array_like=True, frozen=True, tag="ready"):
@@ -456,6 +461,9 @@ class StepOutput(msgspec.Struct, array_like=True, frozen=True, tag="step"):
     moved: list[Moved] = []
     record: StepRecord | None = None
     """The step that was committed last; None when none was since the last output."""
+    vectors: list[tuple[int, bytes]] = []
+    """Pairs of a handle and the vector of its prompt, little-endian float32. The sequence ends in the same
+    output."""
 
 
 CoreOutput = CoreReady | CoreFailed | CoreProgress | Pong | StepOutput
@@ -559,6 +567,9 @@ class RunResult(msgspec.Struct, array_like=True, frozen=True):
     prompt_logprobs: list[tuple[int, list[TokenLogprobs]]]
     """For each slot that asked: the slot, and for each prompt position computed in this step the
     log-probabilities of the prompt token that follows it. The prompt's last position has no follower."""
+    vectors: list[tuple[int, bytes]] = []
+    """For each slot that asked and whose prompt was completed in this step: the slot, and the prompt's vector,
+    `vector_len` numbers as little-endian float32; b"" where they are not finite."""
 
 
 NUMERIC_FAILURE = -1

@@ -238,6 +238,8 @@ class Scheduler:
     def _can_ever_run(self, prompt: Prompt, sampling: SamplingParams) -> bool:
         if not prompt or sampling.max_tokens < 0 or prompt.highest >= self._runner.vocab_size:
             return False
+        if sampling.vector_len > (0 if sampling.max_tokens else self._runner.vector_len):
+            return False
         total_len = len(prompt) + sampling.max_tokens
         computed_len = max(len(prompt), total_len - 1)
         fits_pool = pages_for(computed_len, self._runner.page_size) <= self._allocator.pages.total
@@ -470,6 +472,7 @@ class Scheduler:
             stats=self.stats(),
             moved=self._allocator.take_moved(),
             record=self._book.take(),
+            vectors=news.vectors,
         )
 
     def stats(self) -> CoreStats:

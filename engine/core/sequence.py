@@ -171,6 +171,8 @@ class Sequence:
     """Tokens among these that steps computed again, or compute again."""
     is_only_read: bool = field(init=False)
     """True if its prompt is computed and nothing sampled. It is never a decode."""
+    is_pooled: bool = field(init=False)
+    """True if its prompt's vector is asked for. What the runner gathered for that is lost with the slot."""
     expected_len: int = field(init=False)
     """Known tokens that are still to be computed: while it waits, those that the prefix cache lacked at the
     last look-up; while it computes its prompt, those pending at the last plan."""
@@ -202,6 +204,7 @@ class Sequence:
         assert 1 <= self.prompt_len == len(self.tokens)
         assert self.sampling.max_tokens >= 0
         self.is_only_read = not self.sampling.max_tokens
+        self.is_pooled = self.sampling.vector_len > 0
         self._phase_since = self.arrived_at
         self.expected_len = self.prompt_len
 
@@ -253,15 +256,17 @@ class Sequence:
         """The number of leading tokens that may come from the prefix cache instead of being computed.
 
         That is never the last known token, whose logits are needed. Positions whose prompt log-probabilities
-        are asked for and not sent yet must be computed too.
+        are asked for and not sent yet must be computed too, and all where the vector of the prompt is.
         """
+        if self.is_pooled:
+            return 0
         return self.prompt_logprobs_sent if self.is_scored else len(self.tokens) - 1
 
     @property
     def prompt_identity(self) -> PageIdentity | None:
         """The identity of all that others with the same prompt may take of it; None for a prompt of one
-        token."""
-        return self.chain.identity(self.tokens, self.prompt_len - 1)
+        token, and where its vector is asked for."""
+        return None if self.is_pooled else self.chain.identity(self.tokens, self.prompt_len - 1)
 
     @property
     def is_scored(self) -> bool:

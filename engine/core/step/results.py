@@ -61,6 +61,8 @@ class Results:
         """
         plan = flight.plan
         unsound = self._take_prompt_logprobs(flight, result.prompt_logprobs, news)
+        if result.vectors:
+            unsound |= self._take_vectors(flight, result.vectors, news)
         assert len(result.tokens) == (plan.sampled if plan.drafts else plan.wants.count(Want.SAMPLE))
         logprobs = result.logprobs or [None] * len(result.tokens)
         sampled = zip(result.tokens, logprobs, strict=True)
@@ -125,6 +127,8 @@ class Results:
         full_before = before // size
         sequence.land(length, want)
         full = sequence.computed_len // size
+        if sequence.is_pooled:
+            return
         if full > full_before and self.config.prefix_cache:
             identities = sequence.chain.extend(sequence.tokens, full)
             for index in range(full_before, full):
@@ -172,6 +176,18 @@ class Results:
                 sequence.prompt_logprobs_sent = start + len(entries)
                 if any(math.isnan(entry.logprob) for entry in fresh):
                     unsound.add(sequence.handle)
+        return unsound
+
+    def _take_vectors(self, flight: InFlight, vectors: list[tuple[int, bytes]], news: News) -> set[int]:
+        """Report the vectors of prompts. Returns the handles of sequences whose vector is not finite."""
+        of_slot = dict(zip(flight.plan.slots, flight.rows, strict=True))
+        unsound: set[int] = set()
+        for slot, vector in vectors:
+            sequence = of_slot[slot]
+            if not vector:
+                unsound.add(sequence.handle)
+            elif sequence.status is not Status.FINISHED:
+                news.vectors.append((sequence.handle, vector))
         return unsound
 
 

@@ -20,7 +20,7 @@ afterwards from the logits, which stay where they are until the next plan.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -32,6 +32,7 @@ from engine.runtime.device.slots import DeviceBatch, DeviceSlots
 from engine.runtime.device.transfer import DeviceArrival, download, upload
 from engine.runtime.step.kv_cache import HostPages, KVCache
 from engine.runtime.step.logprobs import LogprobColumns, distinct_topk
+from engine.runtime.step.pooling import Pooler
 from engine.runtime.step.result_tensors import Computed, asked_logprobs, asked_prompt_logprobs
 from engine.runtime.step.states import States
 
@@ -65,6 +66,8 @@ class DeviceRunner:
     decode: Decode
     """Runs a padded decode step, by a graph or kernel by kernel."""
     decode_rows_max: int
+    pooler: Pooler | None = None
+    """Makes vectors of prompts, where the model embeds."""
 
     @property
     def states(self) -> States | None:
@@ -94,11 +97,12 @@ class DeviceRunner:
             return self._sampled(batch, tokens[: len(batch.rows)], logprobs)
         hidden = self.model.forward(batch)
         prompts = asked_prompt_logprobs(self.model.logits, batch, hidden, distinct_topk)
+        vectors = [] if self.pooler is None else self.pooler.vectors(batch, hidden)
         if not batch.sampled:
-            return Computed(prompt_logprobs=prompts)
+            return Computed(prompt_logprobs=prompts, vectors=vectors)
         own = hidden[batch.sampled_at]
         tokens, logprobs = self.sampler(own, batch.sampled_slots, batch.sampled_lengths)
-        return self._sampled(batch, tokens, logprobs, prompts)
+        return replace(self._sampled(batch, tokens, logprobs, prompts), vectors=vectors)
 
     def _sampled(
         self,
