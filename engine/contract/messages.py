@@ -163,6 +163,8 @@ class AddRequest(msgspec.Struct, array_like=True, frozen=True, tag="add"):
     has_next_turn: bool = False
     """True if a prompt that goes on from the answer is likely to come within seconds, as when the tool that
     it calls has run."""
+    prediction: bytes = b""
+    """The tokens, packed, that each answer is expected to have; empty: nothing is."""
 
 
 class AbortSequences(msgspec.Struct, array_like=True, frozen=True, tag="abort"):
@@ -334,6 +336,8 @@ class Finished(msgspec.Struct, array_like=True, frozen=True):
     """Drafts of its tokens that steps verified, or were verifying at its end."""
     accepted: int = 0
     """The part of them that were right."""
+    mispredicted: int = 0
+    """The part of them that were wrong and its caller's, who is charged for them (`StepOutput.predicted`)."""
 
 
 class DiskCounts(msgspec.Struct, array_like=True, frozen=True):
@@ -464,6 +468,9 @@ class StepOutput(msgspec.Struct, array_like=True, frozen=True, tag="step"):
     vectors: list[tuple[int, bytes]] = []
     """Pairs of a handle and the vector of its prompt, little-endian float32. The sequence ends in the same
     output."""
+    predicted: list[tuple[int, int, int]] = []
+    """For each sequence that verified tokens of its prediction: its handle, how many of them were right, and
+    how many were not."""
 
 
 CoreOutput = CoreReady | CoreFailed | CoreProgress | Pong | StepOutput

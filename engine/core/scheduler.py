@@ -196,6 +196,7 @@ class Scheduler:
             service_class=message.service_class,
             has_next_turn=message.has_next_turn,
             first_token_by=now + message.first_token_s,
+            prediction=message.prediction,
         )
         if self._drafting is not None and not message.grammar:
             sequence.drafts_from = sequence.prompt_len
@@ -473,6 +474,7 @@ class Scheduler:
             moved=self._allocator.take_moved(),
             record=self._book.take(),
             vectors=news.vectors,
+            predicted=news.predicted,
         )
 
     def stats(self) -> CoreStats:

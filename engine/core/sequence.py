@@ -148,6 +148,8 @@ class Sequence:
     verifying: int = 0
     """Drafts that a step in flight verifies. They are counted as in flight, and the tokens behind them as
     coming, as if all were right."""
+    prediction: array[int] | None = None
+    """What its caller expects its output to be."""
     drafter: Drafts | None = None
     """Finds its drafts; None before it is first looked at, and where it drafts nothing."""
     foreseen: Sequence_[int] = ()
@@ -163,6 +165,8 @@ class Sequence:
     drafted: int = 0
     """Drafts that steps verified, or verify."""
     accepted: int = 0
+    mispredicted: int = 0
+    """The drafts that its caller predicted, and that were wrong."""
     last_step: int = 0
     """The number of the newest step that computes for it, in flight or committed; 0: none."""
     given_up_len: int = 0
@@ -377,16 +381,18 @@ class Sequence:
         self.in_flight_len -= length
         self.coming -= want is Want.SAMPLE
 
-    def land_drafts(self, accepted: int) -> None:
+    def land_drafts(self, accepted: int) -> int:
         """Count the drafts of its row in flight as `accepted` right ones and none else, so that what is left
-        is to be landed as so many decodes and one more."""
+        is to be landed as so many decodes and one more. Returns how many of the drafts, the leading ones, its
+        caller predicted."""
         wrong = self.verifying - accepted
-        if self.drafter is not None:
-            self.drafter.learn(self.verifying, accepted)
+        predicted = 0 if self.drafter is None else self.drafter.learn(self.verifying, accepted)
+        self.mispredicted += max(0, predicted - accepted)
         self.in_flight_len -= wrong
         self.coming -= wrong
         self.accepted += accepted
         self.verifying = 0
+        return predicted
 
     def append(self, token: int, now: float) -> None:
         """Append a sampled token to the known ones."""
@@ -421,6 +427,7 @@ class Sequence:
             grammar_s=self.grammar_s,
             drafted=self.drafted,
             accepted=self.accepted,
+            mispredicted=self.mispredicted,
         )
 
     def _vacate(self) -> None:

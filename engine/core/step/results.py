@@ -104,11 +104,13 @@ class Results:
         now: float,
     ) -> FinishReason | None:
         """Take in a row that verified drafts: as a decode for each right one, and another. Wrong ones took
-        time from other tenants, so they count as served, and are charged to nobody."""
+        time from other tenants, so they count as served, and are charged to nobody but a caller who predicted
+        them."""
         if sequence.status is Status.FINISHED:
             return None
         right = agreed(drafts, [token for token, _ in sampled])
-        sequence.land_drafts(right)
+        if predicted := sequence.land_drafts(right):
+            news.predicted.append((sequence.handle, min(right, predicted), max(0, predicted - right)))
         served[sequence.tenant] += len(drafts) - right
         reason, matched = None, len(self.matched)
         for token, logprobs in sampled[: right + 1]:
