@@ -169,6 +169,7 @@ class _Simulation:
             state_places=config.state_places,
             page_copy_s=config.page_copy_s,
             drafts_max=config.drafts_max,
+            state_windows=config.state_windows,
         )
         self._now = 0.0
         self._held = set[int]()
