@@ -1,7 +1,7 @@
 """A model's weights on a CPU: the network that computes it, chosen by what each one implements.
 
-The native kernels compute where they are built, implement the model and take its sizes. Otherwise torch does:
-ranks of a tensor-parallel model always, as the native kernels take no shards.
+The native kernels compute where they are built, implement the model and take its sizes, or those of a rank's
+part of it. Otherwise torch does.
 """
 
 from __future__ import annotations
@@ -259,6 +259,7 @@ def host_network(
         page_size=config.page_size,
         threads=threads,
         int8=config.weights == "int8",
+        ranks=ranks,
     )
 
 
@@ -268,12 +269,10 @@ def _hindrance(config: RunnerConfig, model: DecoderSpec, shard: Shard) -> str | 
     hindrance: str | None
     if config.kernels == "torch":
         hindrance = "kernels=torch"
-    elif shard != WHOLE:
-        hindrance = f"on {shard.size} ranks: native kernels take no shards"
     elif not built_isas():
         hindrance = "native kernels are not built"
     else:
-        hindrance = misfit(model, config.page_size)
+        hindrance = misfit(model, config.page_size, shard)
     if hindrance is not None and (config.kernels == "native" or config.weights == "int8"):
         what = "int8 weights need" if config.weights == "int8" else "kernels=native needs"
         raise BadRunnerConfig(f"{what} the native kernels: {hindrance}")

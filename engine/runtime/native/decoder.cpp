@@ -73,6 +73,9 @@ struct PenstockDraw {
   int64_t mask_len;
 };
 
+// Adds up x [count] over all ranks, in place. Returns 0, or anything else where that is not to be had.
+typedef int32_t (*PenstockSum)(float* x, int64_t count);
+
 enum PenstockLinear : int32_t { QKV, OUTPUT, GATE_UP, DOWN, DELTA, LM_HEAD };
 enum PenstockVector : int32_t {
   ATTENTION_NORM, ATTENTION_POST_NORM, MLP_NORM, MLP_POST_NORM, QK_NORM, DELTA_CONV, DELTA_RATE, DELTA_STEP_BIAS,
@@ -83,6 +86,8 @@ enum PenstockAct : int32_t { SILU, GELU_TANH, RELU2 };
 enum PenstockQKNorm : int32_t { NOWHERE, HEADS, ROTATED_HEADS, WIDTH };
 }
 
+struct NotSummed {};
+
 struct Model {
   virtual ~Model() = default;
   virtual void set_linear(int64_t layer, int32_t which, const void* weight, int64_t outputs, int64_t inputs,
@@ -91,6 +96,7 @@ struct Model {
   virtual void logits(const void* hidden, int64_t rows, float* out) = 0;
   virtual void draw(const PenstockDraw& draw, int64_t* out) = 0;
 
+  PenstockSum add_up = nullptr;  // of a model that several ranks compute
   struct Layer {
     Linear linear[LM_HEAD];
     Buffer<float> vector[VECTORS];
@@ -376,7 +382,7 @@ class Decoder final : public Model {
     x_.reserve(tokens_ * shape_.hidden);
     normed_.reserve(tokens_ * shape_.hidden);
     qkv_.reserve(tokens_ * qkv_width());
-    if (has_post_norms()) added_.reserve(tokens_ * shape_.hidden);
+    if (add_up || has_post_norms()) added_.reserve(tokens_ * shape_.hidden);
     q_.reserve(tokens_ * shape_.heads * shape_.head_dim);
     attended_.reserve(tokens_ * mixed_width());
     if (delta_.value_heads) {
@@ -471,11 +477,12 @@ class Decoder final : public Model {
     return shape_.act == SILU ? silu(x) : shape_.act == GELU_TANH ? gelu_tanh(x) : relu2(x);
   }
 
+  // x_ grows by what `from` becomes, over all ranks.
   void add_projected(const Layer& layer, PenstockLinear which, const T* from, PenstockVector post) {
     const Linear& w = layer.linear[which];
     const float* weight = layer.vector[post].get();
     const float scale = shape_.residual_scale;
-    if (!weight) {
+    if (!weight && !add_up) {
       project(w, from, tokens_, [&](int64_t token, int64_t place, const float* y) {
         float* x = x_.get() + token * shape_.hidden + place;
         for (int n = 0; n < used(w, place); ++n) x[n] += scale * y[n];
@@ -485,8 +492,13 @@ class Decoder final : public Model {
     project(w, from, tokens_, [&](int64_t token, int64_t place, const float* y) {
       std::memcpy(added_.get() + token * shape_.hidden + place, y, used(w, place) * sizeof(float));
     });
+    if (add_up && add_up(added_.get(), tokens_ * shape_.hidden) != 0) throw NotSummed();
     each_of(tokens_, [&](int64_t token) {
       float *x = x_.get() + token * shape_.hidden, *y = added_.get() + token * shape_.hidden;
+      if (!weight) {
+        for (int64_t i = 0; i < shape_.hidden; i += LANES) store(x + i, load<vf>(x + i) + load<vf>(y + i) * scale);
+        return;
+      }
       const auto [mean, inverse] = moments(y, shape_.hidden);
       const float factor = inverse * scale;
       for (int64_t i = 0; i < shape_.hidden; i += LANES)
@@ -615,13 +627,15 @@ class Decoder final : public Model {
   std::vector<Buffer<uint32_t>> panels_;
 };
 
-constexpr int32_t DONE = 0, NO_MEMORY = -1;
+constexpr int32_t DONE = 0, NO_MEMORY = -1, NOT_SUMMED = -2;
 
 template <class Work>
 int32_t guarded(Work&& work) noexcept {
   try {
     work();
     return DONE;
+  } catch (const NotSummed&) {
+    return NOT_SUMMED;
   } catch (...) {  // std::bad_alloc, or the standard library's words for a size that none could have
     return NO_MEMORY;
   }
@@ -674,6 +688,9 @@ void penstock_set_states(Model* model, int64_t layer, float* states, void* past)
   model->layers[layer].states = states;
   model->layers[layer].past = past;
 }
+
+// This model is a rank's part: the outputs of `OUTPUT` and `DOWN` are added up by `sum`, in the thread that asks.
+void penstock_set_sum(Model* model, PenstockSum sum) { model->add_up = sum; }
 
 // Borrowed. `embedding` may be null, and is then read from lm_head, which must not be quantised.
 void penstock_set_embedding(Model* model, const void* embedding) { model->embedding = embedding; }
