@@ -68,6 +68,7 @@ class Life:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    scores: list[float] = field(default_factory=list)
     started: Started | None = None
     finished: Finished | None = None
     finished_at: float = 0.0
@@ -117,12 +118,13 @@ class Report:
 
     @property
     def _lacked(self) -> dict[str, list[int]]:
-        """What the cache lacked of the prompt of each choice that began, but for its last token, by
-        request."""
+        """What the cache lacked of the prompt of each choice that began, but for its last token where one is
+        sampled behind that, by request."""
         lacked: dict[str, list[int]] = {}
         for life in self.lives:
             if life.started is not None:
-                lacks = len(life.message.prompt_ids) - 1 - life.started.cached_len
+                is_sampled = life.message.sampling.max_tokens > 0
+                lacks = len(life.message.prompt_ids) - is_sampled - life.started.cached_len
                 lacked.setdefault(life.message.request_id, []).append(lacks)
         return lacked
 
@@ -381,6 +383,11 @@ class _Simulation:
             life.started = started
         for handle, entries in output.prompt_logprobs:
             self._open(handle).prompt_logprobs += entries
+        for handle, scores in output.scores:
+            life = self._open(handle)
+            assert not life.scores, "scored twice"
+            assert handle in {finished.handle for finished in output.finished}
+            life.scores = scores
         for row, (handle, token) in enumerate(zip(output.handles, output.tokens, strict=True)):
             life = self._open(handle)
             assert life.started is not None
@@ -431,7 +438,9 @@ class _Simulation:
             assert life.tokens == alone.tokens[: len(life.tokens)]
             assert life.logprobs == alone.logprobs[: len(life.logprobs)]
             assert life.prompt_logprobs == alone.prompt_logprobs[: len(life.prompt_logprobs)]
+            assert not life.scores
             return
+        assert life.scores == alone.scores
         assert finished.reason is alone.reason
         assert life.tokens == alone.tokens
         assert life.logprobs == alone.logprobs
@@ -441,7 +450,8 @@ class _Simulation:
 
 def _fits(message: AddSequence, config: SimConfig) -> bool:
     total_len = len(message.prompt_ids) + message.sampling.max_tokens
-    return total_len <= config.max_model_len and total_len - 1 <= config.kv_tokens
+    computed_len = max(len(message.prompt_ids), total_len - 1)
+    return total_len <= config.max_model_len and computed_len <= config.kv_tokens
 
 
 def _ended_at(life: Life) -> float:

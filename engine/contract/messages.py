@@ -95,6 +95,9 @@ class SamplingParams(msgspec.Struct, array_like=True, frozen=True):
     prompt_logprobs: int | None = None
     """The same for each prompt token but the first. Until they are sent, such a sequence takes nothing from
     the prefix cache, because cached positions are not computed and so have no logits."""
+    scored: bytes = b""
+    """Token ids, packed, whose log-probabilities behind the prompt are asked for; b"": none are. Then
+    `max_tokens` is 0: nothing is sampled."""
 
     @property
     def needs_history(self) -> bool:
@@ -125,11 +128,13 @@ class AddPrompt(msgspec.Struct, array_like=True, frozen=True):
     """The sequences of one prompt."""
 
     ids: bytes
-    """Its token ids, packed (`engine.contract.packing`)."""
+    """Its token ids, packed (`engine.contract.packing`), behind those that all prompts share."""
     max_tokens: int
     min_tokens: int
     seeds: list[int]
     """The seed of each sequence."""
+    scored: bytes = b""
+    """The tokens that are scored behind this prompt (`SamplingParams.scored`)."""
 
 
 class AddRequest(msgspec.Struct, array_like=True, frozen=True, tag="add"):
@@ -160,6 +165,9 @@ class AddRequest(msgspec.Struct, array_like=True, frozen=True, tag="add"):
     has_next_turn: bool = False
     """True if a prompt that goes on from the answer is likely to come within seconds, as when the tool that
     it calls has run."""
+    shared: bytes = b""
+    """Token ids, packed, with which all prompts begin. What follows them is each prompt's alone: others find
+    the pages of these, and of nothing behind them. b"": the prompts share nothing that is known."""
 
 
 class AbortSequences(msgspec.Struct, array_like=True, frozen=True, tag="abort"):
@@ -456,6 +464,9 @@ class StepOutput(msgspec.Struct, array_like=True, frozen=True, tag="step"):
     moved: list[Moved] = []
     record: StepRecord | None = None
     """The step that was committed last; None when none was since the last output."""
+    scores: list[tuple[int, list[float]]] = []
+    """Pairs of a handle and the log-probabilities of its `SamplingParams.scored`, in their order. The
+    sequence ends in the same output."""
 
 
 CoreOutput = CoreReady | CoreFailed | CoreProgress | Pong | StepOutput
@@ -559,6 +570,9 @@ class RunResult(msgspec.Struct, array_like=True, frozen=True):
     prompt_logprobs: list[tuple[int, list[TokenLogprobs]]]
     """For each slot that asked: the slot, and for each prompt position computed in this step the
     log-probabilities of the prompt token that follows it. The prompt's last position has no follower."""
+    scores: list[tuple[int, list[float]]] = []
+    """For each slot that asked and whose prompt was completed in this step: the slot, and the
+    log-probabilities of its `SamplingParams.scored`; NaN where the logits were not finite."""
 
 
 NUMERIC_FAILURE = -1

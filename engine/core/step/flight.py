@@ -58,6 +58,7 @@ class News:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     prompt_logprobs: list[tuple[int, list[TokenLogprobs]]] = field(default_factory=list)
+    scores: list[tuple[int, list[float]]] = field(default_factory=list)
     started: list[Started] = field(default_factory=list)
     finished: list[Finished] = field(default_factory=list)
     is_due: bool = False

@@ -61,6 +61,8 @@ class Results:
         """
         plan = flight.plan
         unsound = self._take_prompt_logprobs(flight, result.prompt_logprobs, news)
+        if result.scores:
+            unsound |= self._take_scores(flight, result.scores, news)
         assert len(result.tokens) == (plan.sampled if plan.drafts else plan.wants.count(Want.SAMPLE))
         logprobs = result.logprobs or [None] * len(result.tokens)
         sampled = zip(result.tokens, logprobs, strict=True)
@@ -124,7 +126,7 @@ class Results:
         size, before = self.pages.page_size, sequence.computed_len
         full_before = before // size
         sequence.land(length, want)
-        full = sequence.computed_len // size
+        full = min(sequence.computed_len, sequence.named_len) // size
         if full > full_before and self.config.prefix_cache:
             identities = sequence.chain.extend(sequence.tokens, full)
             for index in range(full_before, full):
@@ -172,6 +174,19 @@ class Results:
                 sequence.prompt_logprobs_sent = start + len(entries)
                 if any(math.isnan(entry.logprob) for entry in fresh):
                     unsound.add(sequence.handle)
+        return unsound
+
+    def _take_scores(self, flight: InFlight, scores: list[tuple[int, list[float]]], news: News) -> set[int]:
+        """Report the log-probabilities behind prompts. Returns the handles of sequences with one that is not
+        finite."""
+        of_slot = dict(zip(flight.plan.slots, flight.rows, strict=True))
+        unsound: set[int] = set()
+        for slot, logprobs in scores:
+            sequence = of_slot[slot]
+            if any(map(math.isnan, logprobs)):
+                unsound.add(sequence.handle)
+            elif sequence.status is not Status.FINISHED:
+                news.scores.append((sequence.handle, logprobs))
         return unsound
 
 

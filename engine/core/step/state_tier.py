@@ -88,8 +88,9 @@ class StateTier:
         return cost.chunk_s(since, stop - since) > cost.fixed_s + 2 * cost.page_s if stop > since else False
 
     def _before_last(self, sequence: Sequence) -> int:
+        """The last place of a snapshot before its newest known token is computed."""
         size = self._pages.page_size
-        return (len(sequence.tokens) - 1) // size * size
+        return min(len(sequence.tokens) - 1, sequence.named_len) // size * size
 
     def is_coming(self, sequence: Sequence, found: int, other: Sequence, cost: StepCost) -> bool:
         """True if `other` computes towards a snapshot that `sequence` could go on from, which has found one
@@ -102,7 +103,7 @@ class StateTier:
 
     def lacks_prompt(self, sequence: Sequence, cost: StepCost) -> bool:
         """True if a running sequence computes towards the last snapshot of its prompt."""
-        last = (sequence.prompt_len - 1) // self._pages.page_size * self._pages.page_size
+        last = self._before_last(sequence)
         if sequence.output_len or not sequence.computed_len < last:
             return False
         return self._pays(sequence, last, cost)
@@ -114,7 +115,7 @@ class StateTier:
         size = self._pages.page_size
         for sequence in running:
             at = sequence.planned_len
-            if at % size or at <= sequence.state_len:
+            if at % size or not sequence.state_len < at <= sequence.named_len:
                 continue
             is_last = at >= self._before_last(sequence)
             if is_last or at == sequence.branch_len or at - sequence.state_len >= self._every_len:
@@ -123,7 +124,7 @@ class StateTier:
     def save_left(self, sequence: Sequence, cost: StepCost, now: float) -> None:
         """Copy the state of a sequence that loses its slot, with nothing in flight, if that pays (rule 3)."""
         since, at = sequence.state_len, sequence.computed_len
-        if at <= since or at % self._pages.page_size:
+        if not since < at <= sequence.named_len or at % self._pages.page_size:
             return
         if 2 * cost.page_s < cost.chunk_s(since, at - since):
             self._save(sequence, at, None, now)

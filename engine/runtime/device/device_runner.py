@@ -32,7 +32,13 @@ from engine.runtime.device.slots import DeviceBatch, DeviceSlots
 from engine.runtime.device.transfer import DeviceArrival, download, upload
 from engine.runtime.step.kv_cache import HostPages, KVCache
 from engine.runtime.step.logprobs import LogprobColumns, distinct_topk
-from engine.runtime.step.result_tensors import Computed, asked_logprobs, asked_prompt_logprobs
+from engine.runtime.step.result_tensors import (
+    Computed,
+    ScoreColumns,
+    asked_logprobs,
+    asked_prompt_logprobs,
+    asked_scores,
+)
 from engine.runtime.step.states import States
 
 Decode = Callable[[Sequence[int], Sequence[int]], tuple[Tensor, Tensor]]
@@ -94,11 +100,12 @@ class DeviceRunner:
             return self._sampled(batch, tokens[: len(batch.rows)], logprobs)
         hidden = self.model.forward(batch)
         prompts = asked_prompt_logprobs(self.model.logits, batch, hidden, distinct_topk)
+        scores = asked_scores(self.model.logits, batch, hidden, self._uploaded)
         if not batch.sampled:
-            return Computed(prompt_logprobs=prompts)
+            return Computed(prompt_logprobs=prompts, scores=scores)
         own = hidden[batch.sampled_at]
         tokens, logprobs = self.sampler(own, batch.sampled_slots, batch.sampled_lengths)
-        return self._sampled(batch, tokens, logprobs, prompts)
+        return self._sampled(batch, tokens, logprobs, prompts, scores)
 
     def _sampled(
         self,
@@ -106,13 +113,14 @@ class DeviceRunner:
         tokens: Tensor,
         logprobs: Tensor,
         prompts: Sequence[tuple[int, Sequence[LogprobColumns]]] = (),
+        scores: Sequence[ScoreColumns] = (),
     ) -> Computed:
         slots = [row.slot for row in batch.sampled]
         self.slots.append(slots)
         tops = [self.slots.seat(slot).sampling.logprobs for slot in slots]
         logits = self.sampler.scratch.logits
         asked = asked_logprobs(logits, tokens, tops, distinct_topk, self._uploaded, chosen=logprobs)
-        return Computed(tokens, tops, asked, prompts)
+        return Computed(tokens, tops, asked, prompts, scores)
 
     def _uploaded(self, rows: Sequence[int]) -> Tensor:
         (at,) = upload([np.array(rows, np.int64)], self.slots.device)

@@ -23,7 +23,12 @@ from engine.runtime.host.sampler import Draw, sample, sample_ahead
 from engine.runtime.step.batch import PackedBatch, assemble
 from engine.runtime.step.kv_cache import HostPages, KVCache
 from engine.runtime.step.logprobs import stable_topk
-from engine.runtime.step.result_tensors import Computed, asked_logprobs, asked_prompt_logprobs
+from engine.runtime.step.result_tensors import (
+    Computed,
+    asked_logprobs,
+    asked_prompt_logprobs,
+    asked_scores,
+)
 from engine.runtime.step.seats import HostSlots
 from engine.runtime.step.states import States
 
@@ -62,14 +67,16 @@ class HostRunner:
                 self.slots.propose(row.slot, drafts)
         hidden = self.model.forward(batch)
         prompt_logprobs = asked_prompt_logprobs(self.model.logits, batch, hidden)
+        scores = asked_scores(self.model.logits, batch, hidden)
         if not batch.sampled:
-            return Computed(prompt_logprobs=prompt_logprobs)
+            return Computed(prompt_logprobs=prompt_logprobs, scores=scores)
         if plan.drafts:
             tops, tokens, logits = self._sample_ahead(batch, hidden)
         else:
             tops = [self.slots.seat(row.slot).sampling.logprobs for row in batch.sampled]
             tokens, logits = self._sample(batch, hidden)
-        return Computed(tokens, tops, asked_logprobs(logits, tokens, tops, stable_topk), prompt_logprobs)
+        logprobs = asked_logprobs(logits, tokens, tops, stable_topk)
+        return Computed(tokens, tops, logprobs, prompt_logprobs, scores)
 
     def _sample(self, batch: PackedBatch, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """hidden [T, hidden] -> a token per sampling row, [S], and the logits that it was drawn from, [S,
