@@ -156,6 +156,9 @@ async def count_tokens(
 
 def check_fits(request: GenerationRequest, count: TokenCount, room: Room | None) -> None:
     """Raises ContextLengthExceeded or NeverFits, when the count is exact and the room is known."""
+    if not request.answers:
+        _check_prompts_fit(request, count, room)
+        return
     stated = request.stated_tokens_max
     tokens = count.longest + max(1, stated or 0)
     if room is None or count.extension is None or tokens <= room.most:
@@ -165,6 +168,17 @@ def check_fits(request: GenerationRequest, count: TokenCount, room: Room | None)
     if stated is None or count.longest >= room.most:
         raise error(f"{message}.", param=request.prompt_param)
     raise error(f"{message}: there is no room for {stated} more.", param=request.max_tokens_param)
+
+
+def _check_prompts_fit(request: GenerationRequest, count: TokenCount, room: Room | None) -> None:
+    """The same where nothing is generated: each prompt may take all of the room."""
+    if room is None or count.extension is None or count.longest <= room.prompt_most:
+        return
+    form = request.prompt_form
+    at = next(at for at, ids in enumerate(count.extension.prompt_ids) if len(ids) > room.prompt_most)
+    place = form.place(at)
+    error, holds = room.refused(count.longest)
+    raise error(f"{holds}, and {place} has {len(count.extension.prompt_ids[at])}.", param=place)
 
 
 def span(

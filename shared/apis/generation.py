@@ -43,6 +43,8 @@ class GenerationRequest(Request, kw_only=True):
     """What it asks for, as OpenTelemetry names it (`gen_ai.operation.name`)."""
     prompt_param: ClassVar[str]
     """The name of the field that holds the prompt."""
+    answers: ClassVar[bool] = True
+    """False if nothing is generated behind its prompts."""
     keeps_answer: ClassVar[bool] = False
     """True if the end of a stream tells the whole answer again, so that it is held until then."""
     prompt_beside: ClassVar[frozenset[str]] = frozenset()

@@ -118,6 +118,8 @@ class ChoiceOutput:
     drafted = accepted = 0
     """The drafts of its tokens that steps verified, and those of them that were right: so many steps were
     saved."""
+    vector: bytes = b""
+    """The vector of its prompt, where that was asked for and has come."""
     predicted = mispredicted = 0
     """Of what its caller predicts, the tokens that were tried and are in its answer, and those that were
     wrong."""

@@ -498,6 +498,9 @@ class CoreClient:
         for handle, prompt_logprobs in step.prompt_logprobs:
             if (output := live.get(handle)) is not None:
                 output.prompt_logprobs += prompt_logprobs
+        for handle, vector in step.vectors:
+            if (output := live.get(handle)) is not None:
+                output.vector = vector
 
     def _deliver(self, output: ChoiceOutput, token: int, logprobs: TokenLogprobs | None, now: float) -> bool:
         """Deliver one token. Returns True when the sequence must end here. An exception ends this

@@ -146,6 +146,8 @@ class Generation:
             room=room,
         )
         self._stops = StopStrings(asked.stop_strings) if asked.stop_strings else None
+        self._no_text = Detokenizer(model.tokenizer.decode_stream([]))
+        """That of sequences of which nothing is sampled, however many."""
         self._outputs = [self._choice_output(asked, model, index) for index in range(len(asked.choices))]
         self._encoder = self._make_encoder(asked, model)
         if asked.api.failing is not None:
@@ -477,11 +479,14 @@ class Generation:
 
     def _choice_output(self, asked: CheckedRequest, model: ServedModel, index: int) -> ChoiceOutput:
         choice, core = asked.choices[index], self._state.core
-        decoder = model.tokenizer.decode_stream(choice.prompt_ids)
         reading, min_tokens = asked.form.reading, choice.sampling.min_tokens
-        if reading is None:
+        if choice.sampling.vector_len:
+            detokenizer = self._no_text
+        elif reading is None:
+            decoder = model.tokenizer.decode_stream(choice.prompt_ids)
             detokenizer = Detokenizer(decoder, self._stops, min_tokens)
         else:
+            decoder = model.tokenizer.decode_stream(choice.prompt_ids)
             detokenizer = PartsDetokenizer(decoder, reading.machine(), self._stops, min_tokens)
         return ChoiceOutput(
             index,
@@ -512,6 +517,8 @@ class Generation:
         scored = [self._outputs[index - index % asked.n] for index in range(len(asked.choices))]
         echoes = [asked.echoes[choice.prompt_index] if asked.echoes else None for choice in asked.choices]
         answered = Answered(scored, prompts, echoes, asked.stop_tokens, asked.is_cut_by_context)
+        if asked.choices[0].sampling.vector_len:
+            answered = replace(answered, in_base64=asked.in_base64)
         if asked.repeated is not None:
             answered = replace(
                 answered,
