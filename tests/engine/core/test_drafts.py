@@ -17,6 +17,7 @@ from engine.core.drafts.drafter import NGramDrafts
 from engine.core.drafts.ngrams import LEVELS, NGrams
 from engine.core.drafts.prediction import WALK_MAX, Places, PredictionDrafts
 from engine.core.drafts.price import PREDICTED, Acceptance, Offer, lengths_that_pay
+from engine.core.estimate import pace
 from engine.core.estimate.cost import CostLearner
 from engine.core.scheduler_config import SchedulerConfig
 from engine.core.step.allocator import Allocator
@@ -296,8 +297,12 @@ def test_drafts_keep_to_the_least_gap_target_and_lengthen_a_late_step_by_a_share
     drafting = Drafting(config, runner_info(), cast(Allocator, None), learner, EngineConfig("m").max_drafts)
     decodes = {at: sequence(at, 0.0, service_class=kind) for at, kind in enumerate(ServiceClass)}
     allowed_s = 0.05 / (1.0 + learner.error)
-    assert drafting.spare_s(decodes, 0.01) == pytest.approx(allowed_s - 0.01)
-    assert drafting.spare_s(decodes, 0.4) == LATE_SHARE * 0.4
+    assert drafting.spare_s(decodes, 0.01, beside_prompts=False) == pytest.approx(allowed_s - 0.01)
+    assert drafting.spare_s(decodes, 0.4, beside_prompts=False) == LATE_SHARE * 0.4
+    beside = pace.drafts_s(0.05, 0.01, 0.5, learner.error)
+    assert drafting.spare_s(decodes, 0.01, beside_prompts=True) == beside
+    assert 0.0 < beside < 0.5 * (allowed_s - 0.01)
+    assert drafting.spare_s(decodes, 0.4, beside_prompts=True) == 0.0
     assert drafting.spare_drafts(104, 4) == TOKENS_SHARE * 100
     drafting.runner = runner_info(state_bytes=8, drafts_max=15, state_windows=20)
     assert drafting.spare_drafts(104, 4) == 20
