@@ -44,7 +44,9 @@ from engine.core.step.plan_builder import PlanBuilder
 LATE_SHARE: Final = 0.25
 TOKENS_SHARE: Final = 0.5
 LEAST_SHARE: Final = 1 / 256
-"""The least share of a step that a draft is taken to cost, whatever was learned."""
+"""The least share of a step that a draft is taken to cost, whatever was learned; or of what a token takes in
+a large one, `LEAST_PART`."""
+LEAST_PART: Final = 1 / 8
 LEAST_S: Final = 1e-9
 READ_MAX: Final = 4096
 ROOM: Final = 64 << 20
@@ -176,7 +178,7 @@ class Drafting:
         cost, rows = self.learner.known, len(decodes)
         work = Work.of([each.planned_len for each in decodes.values()], [1] * rows)
         step_s = cost.seconds(work)
-        least_s = max(LEAST_SHARE * step_s, LEAST_S)
+        least_s = max(min(LEAST_SHARE, LEAST_PART / rows) * step_s, LEAST_S)
         drafts_s = self.learner.drafts_s([each.computed_len for each, _ in looks], work, step_s)
         offers = [
             Offer(draft.chance, len(draft.tokens), max(draft_s, least_s), draft.is_probe)
