@@ -27,13 +27,14 @@ Rules
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Sequence_
 from dataclasses import dataclass
 from typing import Final
 
 from engine.contract.messages import RunnerInfo, agreed
 from engine.core.drafts.drafter import Drafts, NGramDrafts, Proposal
 from engine.core.drafts.prediction import PredictionDrafts
-from engine.core.drafts.price import Offer, lengths_that_pay
+from engine.core.drafts.price import Offer, Why, lengths_that_pay
 from engine.core.estimate import pace
 from engine.core.estimate.cost import CostLearner, Work
 from engine.core.scheduler_config import SchedulerConfig
@@ -63,11 +64,21 @@ def drafter_for(sequence: Sequence) -> Drafts:
     return NGramDrafts(lens[1], params.stop_token_ids)
 
 
-def _foreseen(tokens: list[int], draft: Proposal) -> Proposal:
+def _foreseen(sequence: Sequence, draft: Proposal, most: int) -> Proposal:
     """The drafts behind which masks are known: the beginning of what was drafted, and what the grammar forces
     behind it."""
+    tokens = [*sequence.foreseen[:most]]
     known = draft.tokens[: min(draft.predicted, len(tokens))]
-    return draft._replace(tokens=tokens, predicted=agreed(known, tokens))
+    return draft._replace(tokens=tokens, predicted=agreed(known, tokens), why=sequence.foreseen_why[:most])
+
+
+def _chances(sequence: Sequence, draft: Proposal) -> Sequence_[float]:
+    """The chance of each draft, where they differ."""
+    if not draft.why:
+        return ()
+    assert sequence.drafter is not None
+    of = {Why.DRAFTED: draft.chance, Why.FORCED: sequence.drafter.forced().chance, Why.SURE: 1.0}
+    return [of[why] for why in draft.why]
 
 
 def _pause(sequence: Sequence, tokens: int) -> None:
@@ -144,8 +155,7 @@ class Drafting:
             if drafter is None:
                 continue
             if sequence.mask:
-                own = [*sequence.foreseen[:most]]
-                found.append((sequence, _foreseen(own, sequence.draft or drafter.forced())))
+                found.append((sequence, _foreseen(sequence, sequence.draft or drafter.forced(), most)))
                 continue
             read_len = drafter.read_len
             draft = drafter.look(sequence.tokens, most, to_read)
@@ -181,8 +191,14 @@ class Drafting:
         least_s = max(min(LEAST_SHARE, LEAST_PART / rows) * step_s, LEAST_S)
         drafts_s = self.learner.drafts_s([each.computed_len for each, _ in looks], work, step_s)
         offers = [
-            Offer(draft.chance, len(draft.tokens), max(draft_s, least_s), draft.is_probe)
-            for (_, draft), draft_s in zip(looks, drafts_s, strict=True)
+            Offer(
+                draft.chance,
+                len(draft.tokens),
+                max(draft_s, least_s),
+                draft.is_probe,
+                _chances(sequence, draft),
+            )
+            for (sequence, draft), draft_s in zip(looks, drafts_s, strict=True)
         ]
         spare = self.spare_drafts(builder.tokens_left, rows)
         spare_s = self.spare_s(decodes, step_s, beside_prompts=beside_prompts)

@@ -19,7 +19,7 @@ from engine.contract.messages import ServiceClass, agreed
 from engine.core.drafts.drafter import Drafts, NGramDrafts, Proposal
 from engine.core.drafts.ngrams import LEVELS, NGrams
 from engine.core.drafts.prediction import WALK_MAX, Places, PredictionDrafts
-from engine.core.drafts.price import PREDICTED, Acceptance, Offer, lengths_that_pay
+from engine.core.drafts.price import FORCED, PREDICTED, Acceptance, Offer, Why, lengths_that_pay
 from engine.core.estimate import pace
 from engine.core.estimate.cost import CostLearner, StepCost, Work
 from engine.core.scheduler_config import SchedulerConfig
@@ -366,6 +366,30 @@ def test_the_price_is_as_good_as_the_best_fixed_length(mix: str, streams: int, l
 def test_nothing_is_drafted_where_a_row_costs_what_it_brings() -> None:
     offers = [Offer(0.9, 15, 1e-3)] * 100
     assert lengths_that_pay(offers, 100, 0.1, 1.0, 1000) == [0] * 100
+
+
+def test_what_a_grammar_is_sure_of_is_drafted_at_any_chance() -> None:
+    """Behind a doubtful draft it is as doubtful as that, and no more."""
+    rare, sure = (0.2, 1.0, 1.0, 1.0), (1.0, 1.0, 1.0)
+    offers = [Offer(0.2, 4, 1e-3, chances=rare), Offer(0.2, 3, 1e-3, chances=sure), Offer(0.2, 4, 1e-3)]
+    assert lengths_that_pay(offers, 10, 0.1, 1.0, 1000) == [4, 3, 1]
+    assert lengths_that_pay(offers, 30, 0.1, 1.0, 1000) == [0, 3, 0]
+
+
+def test_what_a_grammar_forces_teaches_nothing_of_what_is_found() -> None:
+    drafts = NGramDrafts(64, ())
+    kind, before = KIND, drafts.acceptance.chance(KIND)
+    why = [Why.SURE, Why.DRAFTED, Why.SURE, Why.FORCED]
+    for drafted, right in ((3, 3), (4, 4), (4, 3)):
+        drafts.take(Proposal([7] * drafted, before, kind, why=why[:drafted]))
+        drafts.learn(drafted, right)
+    once = Acceptance()
+    for _ in range(3):
+        once.learn(kind, 1, all_right=True)
+    once.learn(FORCED, 1, all_right=True)
+    once.learn(FORCED, 0, all_right=False)
+    for each in (kind, FORCED):
+        assert drafts.acceptance.chance(each) == pytest.approx(once.chance(each))
 
 
 def test_drafts_keep_to_what_is_spare() -> None:
