@@ -241,9 +241,10 @@ def decode_launch(
     head_dim: int,
     window: int | None = None,
     page_size: int = 64,
+    queries: int = 1,
     **kv: Any,
 ) -> Callable[[], object]:
-    """Batch 32 of an 8B model."""
+    """Batch 32 of an 8B model. `queries`: the tokens of a row for which a tile has room."""
     rows, programs, device = 32, 264, torch.device("meta")
 
     def launch() -> Tensor:
@@ -255,10 +256,12 @@ def decode_launch(
             meta(rows, 128, dtype=torch.int32),
             meta(rows, dtype=torch.int32),
             decode_attention.DecodeWork.empty(programs, device),
-            decode_attention.DecodeScratch.empty(programs, rows, heads, kv_heads, head_dim, device),
+            decode_attention.DecodeScratch.empty(programs, rows, heads, kv_heads, head_dim, device, queries),
             scale=0.1,
             window=window,
             programs=programs,
+            behind=meta(rows, dtype=torch.int32) if queries > 1 else None,
+            queries=queries,
         )
 
     return launch
@@ -273,9 +276,10 @@ def report_largest_pages() -> None:
         report(f"largest prefill {dim}", prefill_attention, "prefill_kernel", prefill)
 
 
-def list_launch() -> None:
+def list_launch(behind: Tensor | None = None) -> None:
     work = decode_attention.DecodeWork.empty(264, torch.device("meta"))
-    decode_attention.list_work(meta(256, dtype=torch.int32), 8, None, 64, work, programs=264)
+    lengths = meta(256, dtype=torch.int32)
+    decode_attention.list_work(lengths, 8, None, 64, work, programs=264, behind=behind)
 
 
 def report_decode() -> None:
@@ -285,6 +289,18 @@ def report_decode() -> None:
     report("decode window", module, "decode_kernel", decode_launch(28, 4, 128, 4096))
     report("decode Qwen3.5", module, "decode_kernel", decode_launch(8, 2, 256))
     report("decode fp8 cache", module, "decode_kernel", decode_launch(32, 8, 128, dtype=torch.float8_e4m3fn))
+    own = meta(256, dtype=torch.int32)
+    report("list_work drafts", module, "list_work_kernel", partial(list_launch, own))
+    fp8: dict[str, Any] = {"dtype": torch.float8_e4m3fn}
+    for name, launch in (
+        ("8B", decode_launch(32, 8, 128, queries=4)),
+        ("8B wide", decode_launch(32, 8, 128, queries=16)),
+        ("window wide", decode_launch(28, 4, 128, 4096, queries=8)),
+        ("large heads wide", decode_launch(8, 2, 256, queries=8)),
+        ("fp8 cache", decode_launch(32, 8, 128, queries=4, **fp8)),
+        ("fp8 cache wide", decode_launch(32, 8, 128, queries=16, **fp8)),
+    ):
+        report(f"decode drafts {name}", module, "decode_kernel", launch)
 
 
 def prefill_launch(
