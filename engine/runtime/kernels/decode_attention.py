@@ -26,12 +26,12 @@ weight. A counter per (row, kv head) tells the program that completes it; that p
 sets the counter back for the next layer. Memory order: a program's stores, a barrier among its threads, then
 an acquire-release addition; the sums are read past the first-level cache.
 
-**Tokens of one sequence share the tile.** A row that verifies k drafts asks for k + 1 tokens, which see the same
-keys but for the last few. As rows of their own they would read all of them k + 1 times; here their queries are
-further rows of the same matrix, and each has its own last key. A tile has room for `QUERIES` tokens, a constant of
-the kernel: as many as fill the 16 rows that `tl.dot` takes anyway, which cost nothing, or as many as fill
-`WIDE_ROWS` (`query_counts`). A token's sum runs over the same keys in the same order as if it were a row alone,
-divided among programs as its row is.
+**Tokens of one sequence share the tile.** A row that verifies k drafts asks for k + 1 tokens, which see the
+same keys but for the last few. As rows of their own they would read all of them k + 1 times; here their
+queries are further rows of the same matrix, and each has its own last key. A tile has room for `QUERIES`
+tokens, a constant of the kernel: as many as fill the 16 rows that `tl.dot` takes anyway, which cost nothing,
+or as many as fill `WIDE_ROWS` (`query_counts`). A token's sum runs over the same keys in the same order as if
+it were a row alone, divided among programs as its row is.
 
 A row of length 0 comes out as zero: it is the padding of a graph.
 
@@ -57,8 +57,8 @@ COLUMNS: Final = 8
 """Numbers of a piece in `DecodeWork`, of which seven are used."""
 DOT_ROWS_MIN: Final = 16
 WIDE_ROWS: Final = 64
-"""Rows of the matrix of a row that verifies many drafts: those of one `wgmma`. Its arithmetic takes a third of the
-time in which its keys are read, at the card's rates."""
+"""Rows of the matrix of a row that verifies many drafts: those of one `wgmma`. By a card's rates its
+arithmetic takes a third of the time in which its keys are read."""
 WARPS: Final = 4
 
 
@@ -109,8 +109,8 @@ def programs_of(multiprocessors: int, stored: torch.dtype, members: int = 1) -> 
 
 
 def query_counts(group: int, head_dim: int, most: int) -> tuple[int, ...]:
-    """The numbers of tokens for which tiles have room, ascending, `most` at most: a kernel is compiled for each.
-    Empty where a group of query heads leaves no room for a second token."""
+    """The numbers of tokens for which tiles have room, ascending, `most` at most: a kernel is compiled for
+    each. Empty where a group of query heads leaves no room for a second token."""
     own, wide = triton.next_power_of_2(group), min(WIDE_ROWS, WIDE_ELEMENTS_MAX // head_dim)
     counts = {min(most, rows // own) for rows in (DOT_ROWS_MIN, wide)}
     return tuple(sorted(count for count in counts if count > 1))
@@ -173,8 +173,8 @@ def list_work(
     behind: Tensor | None = None,
 ) -> None:
     """lengths [R] int32, keys per row -> `work` of so many programs. Where pages are read in parts,
-    `page_size` is a part's. `behind` [R] int32: the number of following tokens that are of the same row; None:
-    each token is a row."""
+    `page_size` is a part's. `behind` [R] int32: the number of following tokens that are of the same row;
+    None: each token is a row."""
     rows = len(lengths)
     assert programs <= len(work.pieces)
     launch(
@@ -286,8 +286,8 @@ def _first_page(length, WINDOW: tl.constexpr, PAGE: tl.constexpr):
 
 @triton.jit
 def _tiles(length, more, WINDOW: tl.constexpr, PAGE: tl.constexpr):
-    """The tiles of a row and head whose first token sees `length` keys, and its last one `more` beside them; a
-    row without keys has one, in which its zeros are written."""
+    """The tiles of a row and head whose first token sees `length` keys, and its last one `more` beside them;
+    a row without keys has one, in which its zeros are written."""
     return tl.maximum((length + more + PAGE - 1) // PAGE - _first_page(length, WINDOW, PAGE), 1)
 
 
@@ -379,8 +379,8 @@ def decode_kernel(
     COMBINE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program i computes piece i, segment by segment: heads of a row follow each other, then the next row. A row
-    is named by its first token; its members are its tokens' query heads of the segment's group."""
+    """Program i computes piece i, segment by segment: heads of a row follow each other, then the next row. A
+    row is named by its first token; its members are its tokens' query heads of the segment's group."""
     wait_for_earlier(PDL)
     program = tl.program_id(0)
     piece = pieces + program * COLUMNS
@@ -461,8 +461,8 @@ def _attend(
     PAGE: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """query [DOT_ROWS, D], `token` [DOT_ROWS] -> (unnormalised sum, maximum, weight). Every page holds a key that
-    some token sees; the first token sees `length` keys, and each one more than the one before."""
+    """query [DOT_ROWS, D], `token` [DOT_ROWS] -> (unnormalised sum, maximum, weight). Every page holds a key
+    that some token sees; the first token sees `length` keys, and each one more than the one before."""
     begin = _first_page(length, WINDOW, PAGE) + first
     in_page = tl.arange(0, PAGE)
     tile = in_page[:, None] * D + tl.arange(0, D)[None, :]

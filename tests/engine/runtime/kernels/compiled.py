@@ -384,21 +384,21 @@ def report_fused() -> None:
     report("silu_mul", fused, "silu_mul_kernel", lambda: fused.silu_mul(meta(32, 2 * 14336)))
 
 
-def sample_launch() -> object:
+SAMPLING = ("measure_kernel", "weigh_kernel", "order_kernel", "choose_kernel", "settle_kernel")
+
+
+def sample_launch(*, verifies: bool = False) -> object:
     """A batch of 32 over Qwen3's vocabulary."""
     rows, vocab, device = 32, 151_936, torch.device("meta")
     columns = DeviceSampling.empty(64, vocab, device)
     scratch = device_sampling.SamplingScratch.empty(rows, vocab, torch.bfloat16, device)
     row = meta(rows, dtype=torch.int32)
-    with (
-        recorded(device_sampling, "measure_kernel"),
-        recorded(device_sampling, "weigh_kernel"),
-        recorded(device_sampling, "order_kernel"),
-        recorded(device_sampling, "choose_kernel"),
-    ):
-        return device_sampling.sample(
-            meta(rows, vocab), row, row, columns, scratch, meta(64, 4097, dtype=torch.int32)
-        )
+    ahead = device_sampling.Ahead(row, row) if verifies else None
+    known = meta(64, 4097, dtype=torch.int32)
+    with ExitStack() as stack:
+        for kernel in SAMPLING:
+            stack.enter_context(recorded(device_sampling, kernel))
+        return device_sampling.sample(meta(rows, vocab), row, row, columns, scratch, known, ahead)
 
 
 def begin_launch() -> object:
@@ -453,6 +453,9 @@ def report_delta() -> None:
 def report_sampling() -> None:
     for kernel in ("measure_kernel", "weigh_kernel", "choose_kernel"):
         report(kernel.removesuffix("_kernel"), device_sampling, kernel, sample_launch)
+    for kernel in ("measure_kernel", "choose_kernel", "settle_kernel"):
+        launch = partial(sample_launch, verifies=True)
+        report(f"{kernel.removesuffix('_kernel')} drafts", device_sampling, kernel, launch)
 
 
 def matrix(height: int, width: int, dtype: torch.dtype, group: int = 0) -> matmul.Weight:

@@ -29,8 +29,8 @@ def run(
     piece_tokens_min: int = 256,
     queries: int = 1,
 ) -> Tensor:
-    """On whatever device; tests/gpu calls it too. `queries`: the tokens of a row that are computed together; 1:
-    each is a row of its own."""
+    """On whatever device; tests/gpu calls it too. `queries`: the tokens of a row that are computed together;
+    1: each is a row of its own."""
     case = case.moved(device)
     shape, tokens = case.shape, len(case.q)
 
