@@ -256,7 +256,13 @@ class RunnerInfo(msgspec.Struct, array_like=True, frozen=True):
     state_copy_s: float = 0.0
     """Time to copy a state to its place or back, measured while warming up, in seconds; 0.0: not measured."""
     drafts_max: int = 0
-    """The most drafts that a row can verify, with the same tokens as without, to the bit; 0: none."""
+    """The most drafts that a row can verify, with the same tokens as without; 0: none. By a CPU they are the
+    same to the bit, by a GPU as far as in any other batch (`engine.runtime.device.device_runner`)."""
+    drafts_together: int = 0
+    """The most drafts of a step, over all rows; 0: as many as there is room for tokens."""
+    verify_shapes: list[int] = []
+    """The numbers of tokens to one of which a step without prompts in which rows verify drafts is padded,
+    ascending. A step of more tokens is not padded."""
 
 
 class CoreReady(msgspec.Struct, array_like=True, frozen=True, tag="ready"):

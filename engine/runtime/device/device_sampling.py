@@ -32,6 +32,7 @@ from engine.runtime.kernels.sampling import (
     weigh_kernel,
 )
 from engine.runtime.step.edits import bias_of, held_stops_of, penalties_of
+from engine.runtime.step.protocols import Ahead
 from engine.runtime.step.seats import temperature_of
 from shared.wire.shapes import LOGIT_BIAS_MAX, STOP_MAX, STOP_TOKEN_IDS_MAX
 
@@ -188,16 +189,6 @@ class DeviceSampling:
 
 
 @dataclass(frozen=True, slots=True)
-class Ahead:
-    """The tokens of a step in which rows verify drafts, those of one row side by side: [S] int32 each."""
-
-    drafts: Tensor
-    """The number of drafts before the token that are not known yet."""
-    masked_by: Tensor
-    """The place of its mask among `DeviceSampling.masks`; -1: it has none."""
-
-
-@dataclass(frozen=True, slots=True)
 class SamplingScratch:
     """Memory that passes results between the four launches, for a limited number of rows."""
 
@@ -288,7 +279,7 @@ def sample(
     _choose(logits, slots, positions, columns, scratch, (tokens, logprobs, known), agreed)
     if ahead is not None:
         own = columns.penalties, columns.counts, vocab_size
-        launch(settle_kernel, (rows,), slots, ahead.drafts, tokens, agreed, *own, num_warps=1, **dependent())
+        launch(settle_kernel, (rows,), slots, ahead.before, tokens, agreed, *own, num_warps=1, **dependent())
     return tokens, logprobs
 
 
@@ -303,7 +294,7 @@ def _measure(
 ) -> None:
     """Launch the edits, and each chunk's maximum, soundness and log-sum-exp."""
     rows, vocab_size = logits.shape
-    drafts, masked_by = (None, None) if ahead is None else (ahead.drafts, ahead.masked_by)
+    drafts, masked_by = (None, None) if ahead is None else (ahead.before, ahead.masked_by)
     launch(
         measure_kernel,
         (rows, _chunks(vocab_size)),

@@ -40,7 +40,16 @@ from engine.runtime.device.device_decoder import (
 )
 from engine.runtime.device.device_runner import DeviceRunner
 from engine.runtime.device.device_sampling import SamplingScratch
-from engine.runtime.device.graphs import DecodeGraphs, DecodeInputs, GraphDevice, Overlap, batch_buckets
+from engine.runtime.device.graphs import (
+    DecodeGraphs,
+    DecodeInputs,
+    GraphDevice,
+    Overlap,
+    StepShape,
+    batch_buckets,
+    verify_buckets,
+    verify_shapes,
+)
 from engine.runtime.device.memory import MemoryProfile, kv_page_count, out_of_memory
 from engine.runtime.device.precision import Precision
 from engine.runtime.device.rehearsal import Blueprint, Shapes, Unjoined, rehearsed
@@ -48,6 +57,7 @@ from engine.runtime.device.slots import DeviceSlots
 from engine.runtime.device.torch_on_device import TorchOnDevice
 from engine.runtime.kernels import launching
 from engine.runtime.kernels.autotune import MatmulTable
+from engine.runtime.kernels.decode_attention import query_counts
 from engine.runtime.kernels.dependent_launch import dependent_launches
 from engine.runtime.models.spec import DecoderSpec
 from engine.runtime.setup.backends import Backend, BackendChoice, Chosen, Need, choose
@@ -83,6 +93,13 @@ GRAPH_ROWS_MAX: Final = 512
 kernels one by one, and is launched that way."""
 OVERLAP_CAPABILITY: Final = (9, 0)
 """The least capability of a card that launches a kernel while the one before it ends."""
+DRAFTS_MAX: Final = 15
+"""The most drafts of a row: a tile of attention has room for as many tokens and one more at most, and for fewer
+where groups of query heads or heads are large."""
+DRAFTS_TOGETHER_MAX: Final = 128
+"""The most drafts of a step, over all rows. They take a share of the memory for sampling, 2 MB each with a
+vocabulary of 152k; and products of more rows than about 180 take as long as their arithmetic, so that a draft
+costs there what a token does."""
 LIKELIEST_MAX: Final = 20
 """Log-probabilities that every row of the measured step asks for: the most that a client can ask for."""
 _Graphs = DecodeGraphs[tuple[Tensor, Tensor]]
@@ -178,6 +195,21 @@ class DeviceShard:
     def states(self) -> StateGeometry:
         return StateGeometry.of(self.model, self.decoder.dtype)
 
+    @property
+    def together_max(self) -> int:
+        """The most tokens of a row; 1: none verifies drafts, as a state cannot take a wrong one back."""
+        if self.states.slot_bytes:
+            return 1
+        if self.design.attention.decode.backend is not Backend.TRITON:
+            return DRAFTS_MAX + 1
+        spec = AttentionSpec.of(self.model)
+        return max(query_counts(spec.heads // spec.kv_heads, spec.head_dim, DRAFTS_MAX + 1), default=1)
+
+    @property
+    def drafts_together(self) -> int:
+        """The most drafts of a step."""
+        return min(self.design.config.max_num_seqs * (self.together_max - 1), DRAFTS_TOGETHER_MAX)
+
     def info(self, pages: int) -> RunnerInfo:
         """The runner's sizes and type, with times and host memory left at 0."""
         design, major, minor = self.design, *self.card.capability
@@ -191,7 +223,22 @@ class DeviceShard:
         info = untimed_info(design.config, self.model, *sizes, arithmetic)
         state_bytes = self.states.slot_bytes
         places = state_place_count(design.config, self.geometry, self.max_model_len, pages, state_bytes)
-        return msgspec.structs.replace(info, is_async=True, state_bytes=state_bytes, state_places=places)
+        shapes = () if self.design.is_eager else self._verify_buckets
+        return msgspec.structs.replace(
+            info,
+            is_async=True,
+            state_bytes=state_bytes,
+            state_places=places,
+            drafts_max=self.together_max - 1,
+            drafts_together=self.drafts_together,
+            verify_shapes=list(shapes),
+        )
+
+    @property
+    def _verify_buckets(self) -> tuple[int, ...]:
+        """The padded numbers of tokens of steps in which rows verify drafts."""
+        tokens = min(self.design.config.max_num_seqs + self.drafts_together, GRAPH_ROWS_MAX)
+        return verify_buckets(tokens) if self.drafts_together else ()
 
     def page_count(self) -> int:
         """The number of pages that fit beside the largest step. Raises DoesNotFit."""
@@ -211,7 +258,7 @@ class DeviceShard:
                 runner.states.reserve(info.state_places)
                 progress(self.states.describe(info.slots, info.state_places))
             if not self.design.is_eager:
-                runner.decode = self._captured(step, runner, self.card.graphs(), progress).replay
+                runner.steps = self._captured(step, runner, self.card.graphs(), progress)
             progress("planning attention of long prompts")
             tokens_max = min(self.design.config.max_step_tokens, self.max_model_len)
             runner.model.prefill.warm_up(tokens_max, self.decoder.dtype)
@@ -222,10 +269,10 @@ class DeviceShard:
     ) -> _Graphs:
         """Graphs for all batch sizes, each of the faster form of the step."""
         overlapping = None
-        buckets = batch_buckets(runner.decode_rows_max)
+        buckets = runner.steps.buckets
         if device.timer is not None and self.card.capability >= OVERLAP_CAPABILITY:
             overlapping = replace(step, launches_dependently=True)
-        graphs = self._graphs(step, runner.slots, buckets, overlapping)
+        graphs = self._graphs(step, runner.slots, buckets, overlapping, runner.steps.verified)
         if overlapping is not None:
             progress("compiling kernels that overlap")
             with ThreadPoolExecutor(usable_cores()) as workers, self.card.compiling(workers):
@@ -244,11 +291,18 @@ class DeviceShard:
         cache = KVCache(self.geometry, pages, self.kv_scales, device)
         cache.pool.zero_()  # fresh memory may be NaN: Triton kernels mask it, a library may multiply it
         slots = DeviceSlots(
-            info.slots, info.max_model_len, info.page_size, info.vocab_size, info.pages, device
+            info.slots,
+            info.max_model_len,
+            info.page_size,
+            info.vocab_size,
+            info.pages,
+            device,
+            self.drafts_together,
         )
-        scratch = SamplingScratch.empty(info.slots, info.vocab_size, decoder.dtype, device)
+        sampled = info.slots + self.drafts_together
+        scratch = SamplingScratch.empty(sampled, info.vocab_size, decoder.dtype, device)
         spec = AttentionSpec.of(model)
-        bounds = Bounds(info.slots, info.max_model_len, self.card.multiprocessors)
+        bounds = Bounds(sampled, info.max_model_len, self.card.multiprocessors, self.together_max)
         decode, prefill = build_backends(self.design.attention, cache, spec, decoder.dtype, bounds)
         tables = slots.tokens, slots.page_table, slots.sampling
         # one more than there are sequences, for padding rows
@@ -256,6 +310,7 @@ class DeviceShard:
         step = DecodeStep(decoder, cache, decode, *tables, scratch, states=states)
         rows_max = min(info.slots, GRAPH_ROWS_MAX)
         whole = DeviceModel(decoder, cache, decode, prefill, states)
+        verified = verify_shapes(self._verify_buckets, decode.together or (self.together_max,))
         runner = DeviceRunner(
             info=info,
             model=whole,
@@ -263,8 +318,7 @@ class DeviceShard:
             host=HostPages(cache, info.host_pages),
             slots=slots,
             sampler=DeviceSampler(decoder, slots.tokens, slots.sampling, scratch),
-            decode=self._graphs(step, slots, batch_buckets(rows_max)).eager,
-            decode_rows_max=rows_max,
+            steps=self._graphs(step, slots, batch_buckets(rows_max), verified=verified),
         )
         return runner, step
 
@@ -274,9 +328,10 @@ class DeviceShard:
         slots: DeviceSlots,
         buckets: Sequence[int],
         overlapping: DecodeStep | None = None,
+        verified: Sequence[StepShape] = (),
     ) -> _Graphs:
         plan = step.attention.plan
-        return DecodeGraphs(step, buckets, slots.padding_slot, slots.device, plan, overlapping)
+        return DecodeGraphs(step, buckets, slots.padding_slot, slots.device, plan, overlapping, verified)
 
     def _profile(self) -> MemoryProfile:
         """Run the largest step, and measure the memory that it takes from torch and past torch."""
@@ -300,9 +355,9 @@ class DeviceShard:
 
     def _graph_bytes(self, step: DecodeStep, runner: DeviceRunner) -> int:
         """The memory of all graphs. There is one more decode step while two forms of it are compared."""
-        rows_max, device = runner.decode_rows_max, self.card.graphs()
-        decode = self._graphs(step, runner.slots, sorted({1, rows_max}))
-        return self._taken(partial(decode.capture, device), len(batch_buckets(rows_max)))
+        steps, device = runner.steps, self.card.graphs()
+        few = self._graphs(step, runner.slots, sorted({1, steps.buckets[-1]}), verified=steps.verified[-1:])
+        return self._taken(partial(few.capture, device), len(steps.buckets) + len(steps.verified))
 
     def _taken(self, capture: Callable[[Callable[[int, int], None]], None], graphs: int) -> int:
         """The memory of so many graphs, from a capture of the largest and the smallest of them: the largest
@@ -328,9 +383,11 @@ class DeviceShard:
         runner.cache.clear_tails = clear_tails
         for plan in largest_plans(runner.info, self.design.config.max_step_tokens):
             runner.compute(plan)
-        for rows in batch_buckets(runner.decode_rows_max):
+        for rows in runner.steps.buckets:
             for overlaps in forms:
                 replace(step, launches_dependently=overlaps)(DecodeInputs.empty(rows, self.card.device))
+        for shape in runner.steps.verified:
+            step(DecodeInputs.empty(shape.rows, self.card.device, shape.together))
 
 
 def largest_plans(info: RunnerInfo, tokens: int) -> Iterator[Plan]:
