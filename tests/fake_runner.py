@@ -17,6 +17,8 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from engine.contract.messages import (
     NUMERIC_FAILURE,
     FinishReason,
@@ -51,6 +53,7 @@ def runner_info(
     state_bytes: int = 0,
     state_places: int = 0,
     drafts_max: int = 0,
+    vector_len: int = 0,
 ) -> RunnerInfo:
     return RunnerInfo(
         pages=pages,
@@ -68,6 +71,7 @@ def runner_info(
         state_places=state_places,
         state_copy_s=page_copy_s if state_places else 0.0,
         drafts_max=drafts_max,
+        vector_len=vector_len,
     )
 
 
@@ -96,6 +100,15 @@ def sample(sampling: SamplingParams, logits: int, output_len: int, vocab_size: i
     return token
 
 
+def vector_of(sampling: SamplingParams, kv: array[int]) -> bytes:
+    """The vector of a prompt, which depends on what each of its positions gave, in order; empty where the
+    model fails numerically."""
+    gathered = logits_of(kv)
+    if sampling.seed % NUMERIC_SEEDS == 0 and gathered % 8 == 0:
+        return b""
+    return gathered.to_bytes(4, "little") * sampling.vector_len
+
+
 def logprobs_of(knowledge: int, token: int, tops: int) -> TokenLogprobs:
     mixed = hash((knowledge, token))
     return TokenLogprobs(-(mixed % 1000) / 100, list(range(tops)), [-float(i) for i in range(tops)])
@@ -109,12 +122,16 @@ class Solo:
     logprobs: list[TokenLogprobs]
     prompt_logprobs: list[TokenLogprobs]
     reason: FinishReason
+    vector: bytes = b""
 
 
 def solo(prompt_ids: Sequence[int], sampling: SamplingParams, vocab_size: int, grammar: str = "") -> Solo:
     kv = array("q")
     for position, token in enumerate(prompt_ids):
         kv.append(kv_of(kv[-1] if kv else START, token, position))
+    if sampling.vector_len:
+        vector = vector_of(sampling, kv)
+        return Solo([], [], [], FinishReason.LENGTH if vector else FinishReason.NUMERIC, vector)
     answer = Solo([], [], [], FinishReason.LENGTH)
     if sampling.prompt_logprobs is not None:
         for position, follower in enumerate(prompt_ids[1:]):
@@ -162,6 +179,8 @@ class SlotState:
     table: list[int] = field(default_factory=list)
     computed_len: int | None = None
     """Tokens computed so far; None until the first row shows how many the prefix cache covers."""
+    gathered: array[int] = field(default_factory=lambda: array("q"))
+    """What its rows gave for the prompt's vector."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +221,7 @@ class FakeRunner:
         self._swap(plan)
         self._copy_states(plan)
         self._check(plan)
-        result = RunResult([], [], [])
+        result = RunResult([], [], [], [])
         wants_logprobs = False
         assert len(plan.masks) in (0, plan.sampled)
         masks = iter(plan.masks or [b""] * plan.sampled)
@@ -220,12 +239,21 @@ class FakeRunner:
                 entries = self._prompt_logprobs(state, position, length)
                 if entries:
                     result.prompt_logprobs.append((slot, entries))
+            if sampling.vector_len:
+                self._gather(state, position, length, result)
             if want is Want.SAMPLE:
                 token, logprobs = self._sample(state, next(masks))
                 wants_logprobs |= logprobs is not None
                 result.tokens.append(token)
                 result.logprobs.append(logprobs)
-        return result if wants_logprobs else RunResult(result.tokens, [], result.prompt_logprobs)
+        return result if wants_logprobs else msgspec.structs.replace(result, logprobs=[])
+
+    def _gather(self, state: SlotState, position: int, length: int, result: RunResult) -> None:
+        assert position == len(state.gathered), "a vector is of all tokens, since the slot was taken"
+        state.gathered.extend(self._store[self._at(state, p)] for p in range(position, position + length))
+        if position + length == state.start.prompt_len:
+            vector = vector_of(state.start.sampling, state.gathered)
+            result.vectors.append((state.start.slot, vector))
 
     def _verify(
         self, state: SlotState, position: int, drafts: list[int], masks: Iterator[bytes], result: RunResult

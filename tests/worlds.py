@@ -12,6 +12,8 @@ from array import array
 from dataclasses import dataclass
 from typing import Final
 
+import msgspec
+
 from engine.contract.messages import (
     AbortSequences,
     PauseSequences,
@@ -28,6 +30,8 @@ UNBOUNDED_QUEUE = SchedulerConfig(step_tokens_max=16, queue_len_max=1_000_000, s
 
 Message = AddSequence | AbortSequences | PauseSequences | ResumeSequences
 
+VECTOR_LEN: Final = 2
+"""The numbers of a prompt's vector."""
 CHEAP_S: Final = 1e-6
 """The time to copy a page where that is always cheaper than computing it."""
 
@@ -76,6 +80,8 @@ class SimConfig:
     """The share of requests whose answers follow a grammar."""
     session_share: float = 0.3
     """The share of requests whose pages are kept for a next turn."""
+    vector_share: float = 0.1
+    """The share of requests that ask for their prompt's vector, and no answer."""
     drafts_max: int = 0
     """The most drafts that a row verifies; 0: none."""
     right_share: float = 0.7
@@ -124,6 +130,7 @@ def random_config(seed: int) -> SimConfig:
         in_flight_pause_share=rng.random() * rng.choice([0.0, 0.3, 1.0]),
         lost_share=rng.random() * rng.choice([0.0, 0.2, 1.0]),
         prompt_logprobs_share=rng.random() * rng.choice([0.0, 0.3, 1.0]),
+        vector_share=(0.0, 0.2, 0.0, 1.0, 0.5)[seed % 5],
         grammar_share=(0.0, 0.0, 0.3, 1.0)[seed // 2 % 4],
         drafts_max=(0, 0, 3, 15)[seed // 8 % 4],
         right_share=(0.0, 0.5, 0.9, 1.0)[seed // 32 % 4],
@@ -173,6 +180,12 @@ def random_history_of_states(seed: int) -> SimConfig:
     )
 
 
+def _pooled(message: AddSequence) -> AddSequence:
+    """The same for its prompt's vector alone."""
+    sampling = SamplingParams(seed=message.sampling.seed, max_tokens=0, vector_len=VECTOR_LEN)
+    return msgspec.structs.replace(message, sampling=sampling, grammar="", has_next_turn=False)
+
+
 def draw_messages(rng: random.Random, config: SimConfig) -> list[tuple[float, Message]]:
     """All arrivals, aborts, pauses and resumptions with their times, in the order of the times."""
     return _Traffic(rng, config).messages()
@@ -192,12 +205,12 @@ class _Traffic:
             now += rng.expovariate(1 / config.arrival_gap_s)
             prompt = Prompt(array(TOKENS, self._prompt(prefixes)))
             grammar, has_next_turn = self._grammar(request), self._has_next_turn(request)
+            is_pooled = random.Random(f"vector {request}").random() < config.vector_share  # of its own, too
             salt = bytes([rng.randrange(config.salts)])
             for _ in range(rng.randint(1, config.n_max)):
                 handle += 1
-                messages.append(
-                    (now, self._add(handle, f"req_{request}", prompt, salt, grammar, has_next_turn))
-                )
+                added = self._add(handle, f"req_{request}", prompt, salt, grammar, has_next_turn)
+                messages.append((now, _pooled(added) if is_pooled else added))
                 if rng.random() < config.abort_share:
                     later = now + rng.expovariate(1 / 0.3)
                     messages += [(later, AbortSequences([handle]))] * rng.randint(1, 2)

@@ -95,6 +95,9 @@ class SamplingParams(msgspec.Struct, array_like=True, frozen=True):
     prompt_logprobs: int | None = None
     """The same for each prompt token but the first. Until they are sent, such a sequence takes nothing from
     the prefix cache, because cached positions are not computed and so have no logits."""
+    vector_len: int = 0
+    """The numbers of the prompt's vector, where that is asked for; 0: it is not. Then `max_tokens` is 0. Such
+    a sequence takes nothing from the prefix cache and leaves nothing there: its vector may be of all tokens."""
 
     @property
     def needs_history(self) -> bool:
@@ -160,6 +163,8 @@ class AddRequest(msgspec.Struct, array_like=True, frozen=True, tag="add"):
     has_next_turn: bool = False
     """True if a prompt that goes on from the answer is likely to come within seconds, as when the tool that
     it calls has run."""
+    prediction: bytes = b""
+    """The tokens, packed, that each answer is expected to have; empty: nothing is."""
 
 
 class AbortSequences(msgspec.Struct, array_like=True, frozen=True, tag="abort"):
@@ -263,6 +268,8 @@ class RunnerInfo(msgspec.Struct, array_like=True, frozen=True):
     verify_shapes: list[int] = []
     """The numbers of tokens to one of which a step without prompts in which rows verify drafts is padded,
     ascending. A step of more tokens is not padded."""
+    vector_len: int = 0
+    """The numbers of the vector that it makes of a prompt (`engine.contract.embedders`); 0: it makes none."""
 
 
 class CoreReady(msgspec.Struct, array_like=True, frozen=True, tag="ready"):
@@ -335,6 +342,8 @@ class Finished(msgspec.Struct, array_like=True, frozen=True):
     """Drafts of its tokens that steps verified, or were verifying at its end."""
     accepted: int = 0
     """The part of them that were right."""
+    mispredicted: int = 0
+    """The part of them that were wrong and its caller's, who is charged for them (`StepOutput.predicted`)."""
 
 
 class DiskCounts(msgspec.Struct, array_like=True, frozen=True):
@@ -462,6 +471,12 @@ class StepOutput(msgspec.Struct, array_like=True, frozen=True, tag="step"):
     moved: list[Moved] = []
     record: StepRecord | None = None
     """The step that was committed last; None when none was since the last output."""
+    vectors: list[tuple[int, bytes]] = []
+    """Pairs of a handle and the vector of its prompt, little-endian float32. The sequence ends in the same
+    output."""
+    predicted: list[tuple[int, int, int]] = []
+    """For each sequence that verified tokens of its prediction: its handle, how many of them were right, and
+    how many were not."""
 
 
 CoreOutput = CoreReady | CoreFailed | CoreProgress | Pong | StepOutput
@@ -565,6 +580,9 @@ class RunResult(msgspec.Struct, array_like=True, frozen=True):
     prompt_logprobs: list[tuple[int, list[TokenLogprobs]]]
     """For each slot that asked: the slot, and for each prompt position computed in this step the
     log-probabilities of the prompt token that follows it. The prompt's last position has no follower."""
+    vectors: list[tuple[int, bytes]] = []
+    """For each slot that asked and whose prompt was completed in this step: the slot, and the prompt's vector,
+    `vector_len` numbers as little-endian float32; b"" where they are not finite."""
 
 
 NUMERIC_FAILURE = -1

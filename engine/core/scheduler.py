@@ -196,6 +196,7 @@ class Scheduler:
             service_class=message.service_class,
             has_next_turn=message.has_next_turn,
             first_token_by=now + message.first_token_s,
+            prediction=message.prediction,
         )
         if self._drafting is not None and not message.grammar:
             sequence.drafts_from = sequence.prompt_len
@@ -237,6 +238,8 @@ class Scheduler:
 
     def _can_ever_run(self, prompt: Prompt, sampling: SamplingParams) -> bool:
         if not prompt or sampling.max_tokens < 0 or prompt.highest >= self._runner.vocab_size:
+            return False
+        if sampling.vector_len > (0 if sampling.max_tokens else self._runner.vector_len):
             return False
         total_len = len(prompt) + sampling.max_tokens
         computed_len = max(len(prompt), total_len - 1)
@@ -470,6 +473,8 @@ class Scheduler:
             stats=self.stats(),
             moved=self._allocator.take_moved(),
             record=self._book.take(),
+            vectors=news.vectors,
+            predicted=news.predicted,
         )
 
     def stats(self) -> CoreStats:

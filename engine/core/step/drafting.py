@@ -28,8 +28,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from engine.contract.messages import RunnerInfo
+from engine.contract.messages import RunnerInfo, agreed
 from engine.core.drafts.drafter import Drafts, NGramDrafts, Proposal
+from engine.core.drafts.prediction import PredictionDrafts
 from engine.core.drafts.price import Offer, lengths_that_pay
 from engine.core.estimate.cost import CostLearner, Work
 from engine.core.scheduler_config import SchedulerConfig
@@ -48,14 +49,25 @@ LOOK_AGAIN: Final = 8
 """The tokens that pass until the next look where drafts do not pay."""
 
 
-def ngram_drafter(sequence: Sequence) -> Drafts:
+def drafter_for(sequence: Sequence) -> Drafts:
+    """The drafter of a sequence."""
     params = sequence.sampling
-    return NGramDrafts(sequence.prompt_len + params.max_tokens, params.stop_token_ids)
+    lens = sequence.prompt_len, sequence.prompt_len + params.max_tokens
+    if sequence.prediction:
+        return PredictionDrafts(sequence.prediction, *lens, params.stop_token_ids)
+    return NGramDrafts(lens[1], params.stop_token_ids)
 
 
 def spare_tokens(tokens_left: int, decodes: int) -> int:
     """The drafts that a step has room for: the rest is for prompts (rule 1)."""
     return int(TOKENS_SHARE * (tokens_left - decodes))
+
+
+def _foreseen(tokens: list[int], draft: Proposal) -> Proposal:
+    """The drafts behind which masks are known: the beginning of what was drafted, and what the grammar forces
+    behind it."""
+    known = draft.tokens[: min(draft.predicted, len(tokens))]
+    return draft._replace(tokens=tokens, predicted=agreed(known, tokens))
 
 
 def _pause(sequence: Sequence, tokens: int) -> None:
@@ -78,7 +90,7 @@ class Drafting:
     """Drafts of a row at most."""
     room: int = ROOM
     """Bytes that further indexes may take."""
-    drafter_of: Callable[[Sequence], Drafts] = ngram_drafter
+    drafter_of: Callable[[Sequence], Drafts] = drafter_for
 
     def add(
         self, builder: PlanBuilder, decodes: dict[int, Sequence], due: list[Sequence], now: float
@@ -101,7 +113,7 @@ class Drafting:
         sequence.draft = None
         if sequence.looks_from <= sequence.computed_len:
             sequence.draft = drafter.look(sequence.tokens, most, READ_MAX)
-            if sequence.draft is None and drafter.read_len == len(sequence.tokens):
+            if sequence.draft is None and drafter.has_read:
                 sequence.looks_from = sequence.computed_len + drafter.pause
         return [] if sequence.draft is None else sequence.draft.tokens
 
@@ -126,15 +138,14 @@ class Drafting:
                 continue
             if sequence.mask:
                 own = [*sequence.foreseen[:most]]
-                known = sequence.draft or drafter.forced()
-                found.append((sequence, known._replace(tokens=own)))
+                found.append((sequence, _foreseen(own, sequence.draft or drafter.forced())))
                 continue
             read_len = drafter.read_len
             draft = drafter.look(sequence.tokens, most, to_read)
             to_read -= drafter.read_len - read_len
             if draft is not None:
                 found.append((sequence, draft))
-            elif drafter.read_len == len(sequence.tokens):
+            elif drafter.has_read:
                 sequence.drafts_from = computed_len + drafter.pause
         return found
 

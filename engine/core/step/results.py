@@ -61,6 +61,8 @@ class Results:
         """
         plan = flight.plan
         unsound = self._take_prompt_logprobs(flight, result.prompt_logprobs, news)
+        if result.vectors:
+            unsound |= self._take_vectors(flight, result.vectors, news)
         assert len(result.tokens) == (plan.sampled if plan.drafts else plan.wants.count(Want.SAMPLE))
         logprobs = result.logprobs or [None] * len(result.tokens)
         sampled = zip(result.tokens, logprobs, strict=True)
@@ -102,11 +104,13 @@ class Results:
         now: float,
     ) -> FinishReason | None:
         """Take in a row that verified drafts: as a decode for each right one, and another. Wrong ones took
-        time from other tenants, so they count as served, and are charged to nobody."""
+        time from other tenants, so they count as served, and are charged to nobody but a caller who predicted
+        them."""
         if sequence.status is Status.FINISHED:
             return None
         right = agreed(drafts, [token for token, _ in sampled])
-        sequence.land_drafts(right)
+        if predicted := sequence.land_drafts(right):
+            news.predicted.append((sequence.handle, min(right, predicted), max(0, predicted - right)))
         served[sequence.tenant] += len(drafts) - right
         reason, matched = None, len(self.matched)
         for token, logprobs in sampled[: right + 1]:
@@ -125,6 +129,8 @@ class Results:
         full_before = before // size
         sequence.land(length, want)
         full = sequence.computed_len // size
+        if sequence.is_pooled:
+            return
         if full > full_before and self.config.prefix_cache:
             identities = sequence.chain.extend(sequence.tokens, full)
             for index in range(full_before, full):
@@ -172,6 +178,18 @@ class Results:
                 sequence.prompt_logprobs_sent = start + len(entries)
                 if any(math.isnan(entry.logprob) for entry in fresh):
                     unsound.add(sequence.handle)
+        return unsound
+
+    def _take_vectors(self, flight: InFlight, vectors: list[tuple[int, bytes]], news: News) -> set[int]:
+        """Report the vectors of prompts. Returns the handles of sequences whose vector is not finite."""
+        of_slot = dict(zip(flight.plan.slots, flight.rows, strict=True))
+        unsound: set[int] = set()
+        for slot, vector in vectors:
+            sequence = of_slot[slot]
+            if not vector:
+                unsound.add(sequence.handle)
+            elif sequence.status is not Status.FINISHED:
+                news.vectors.append((sequence.handle, vector))
         return unsound
 
 

@@ -79,6 +79,8 @@ class StateTier:
 
     def _next_stop(self, sequence: Sequence, position: int, cost: StepCost) -> int | None:
         """The next place behind `position` at which a chunk of this prompt ends for a snapshot."""
+        if sequence.is_pooled:
+            return None
         stops = (sequence.branch_len, self._before_last(sequence), sequence.state_len + self._every_len)
         ahead = [stop for stop in stops if position < stop <= stops[1] and self._pays(sequence, stop, cost)]
         return min(ahead, default=None)
@@ -114,7 +116,7 @@ class StateTier:
         size = self._pages.page_size
         for sequence in running:
             at = sequence.planned_len
-            if at % size or at <= sequence.state_len:
+            if at % size or at <= sequence.state_len or sequence.is_pooled:
                 continue
             is_last = at >= self._before_last(sequence)
             if is_last or at == sequence.branch_len or at - sequence.state_len >= self._every_len:
@@ -123,7 +125,7 @@ class StateTier:
     def save_left(self, sequence: Sequence, cost: StepCost, now: float) -> None:
         """Copy the state of a sequence that loses its slot, with nothing in flight, if that pays (rule 3)."""
         since, at = sequence.state_len, sequence.computed_len
-        if at <= since or at % self._pages.page_size:
+        if at <= since or at % self._pages.page_size or sequence.is_pooled:
             return
         if 2 * cost.page_s < cost.chunk_s(since, at - since):
             self._save(sequence, at, None, now)

@@ -31,7 +31,7 @@ in float32 the tokens are those without drafts, and in bfloat16 as likely to dif
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -44,6 +44,7 @@ from engine.runtime.device.slots import DeviceBatch, DeviceSlots
 from engine.runtime.device.transfer import DeviceArrival, download, upload
 from engine.runtime.step.kv_cache import HostPages, KVCache
 from engine.runtime.step.logprobs import LogprobColumns, distinct_topk
+from engine.runtime.step.pooling import Pooler
 from engine.runtime.step.result_tensors import Computed, asked_logprobs, asked_prompt_logprobs
 from engine.runtime.step.states import States
 
@@ -72,6 +73,8 @@ class DeviceRunner:
     sampler: DeviceSampler
     steps: DecodeGraphs[tuple[Tensor, Tensor]]
     """Runs a padded decode step, by a graph or kernel by kernel -> tokens and log-probabilities."""
+    pooler: Pooler | None = None
+    """Makes vectors of prompts, where the model embeds."""
 
     @property
     def states(self) -> States | None:
@@ -102,11 +105,12 @@ class DeviceRunner:
             return self._sampled(batch, tokens[: batch.tokens], logprobs)
         hidden = self.model.forward(batch) if drafted is None else self.model.verify(batch)
         prompts = asked_prompt_logprobs(self.model.logits, batch, hidden, distinct_topk)
+        vectors = [] if self.pooler is None else self.pooler.vectors(batch, hidden)
         if not batch.sampled:
-            return Computed(prompt_logprobs=prompts)
+            return Computed(prompt_logprobs=prompts, vectors=vectors)
         own = hidden[batch.sampled_at]
         tokens, logprobs = self.sampler(own, batch.sampled_slots, batch.sampled_lengths, batch.ahead)
-        return self._sampled(batch, tokens, logprobs, prompts)
+        return replace(self._sampled(batch, tokens, logprobs, prompts), vectors=vectors)
 
     def _sampled(
         self,

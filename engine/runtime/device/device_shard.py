@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from typing import Final
 
 import msgspec
@@ -70,6 +71,7 @@ from engine.runtime.start.starting import (
     choose_dtype,
     choose_max_model_len,
     dtype_name,
+    embedder_of,
     read_model,
     set_threads,
     start_alone,
@@ -84,6 +86,7 @@ from engine.runtime.step.kv_cache import (
     useful_pages,
     useful_states,
 )
+from engine.runtime.step.pooling import Pooler
 from engine.runtime.step.protocols import AttentionSpec
 from engine.runtime.step.states import StateGeometry, States
 from engine.runtime.weights.checkpoint import WeightSource
@@ -156,6 +159,8 @@ class DeviceShard:
     kv_scales: Sequence[tuple[float, float]] | None
     at_start: MemoryReading
     """The card's memory before this process took any."""
+    pooler: Pooler | None = None
+    """Makes vectors of prompts, where the model embeds."""
 
     @staticmethod
     def load(
@@ -198,12 +203,13 @@ class DeviceShard:
     @property
     def together_max(self) -> int:
         """The most tokens of a row; 1: none verifies drafts, as a state cannot take a wrong one back."""
+        most = min(self.design.config.max_drafts, DRAFTS_MAX) + 1
         if self.states.slot_bytes:
             return 1
         if self.design.attention.decode.backend is not Backend.TRITON:
-            return DRAFTS_MAX + 1
+            return most
         spec = AttentionSpec.of(self.model)
-        return max(query_counts(spec.heads // spec.kv_heads, spec.head_dim, DRAFTS_MAX + 1), default=1)
+        return max(query_counts(spec.heads // spec.kv_heads, spec.head_dim, most), default=1)
 
     @property
     def drafts_together(self) -> int:
@@ -232,6 +238,7 @@ class DeviceShard:
             drafts_max=self.together_max - 1,
             drafts_together=self.drafts_together,
             verify_shapes=list(shapes),
+            vector_len=0 if self.pooler is None else self.pooler.vector_len,
         )
 
     @property
@@ -319,6 +326,7 @@ class DeviceShard:
             slots=slots,
             sampler=DeviceSampler(decoder, slots.tokens, slots.sampling, scratch),
             steps=self._graphs(step, slots, batch_buckets(rows_max), verified=verified),
+            pooler=self.pooler,
         )
         return runner, step
 
@@ -462,6 +470,9 @@ def load_shard(
     at_start = card.memory()
     with rehearsed(card, partial(rehearse, design, Blueprint.of(card), ranks.shard), threads) as compiled:
         shard = DeviceShard.load(design, source, card, ranks, at_start)
+        if (embedder := embedder_of(config)) is not None:
+            parts = Path(config.model), model.hidden_size, card.device
+            shard = replace(shard, pooler=Pooler.load(embedder, *parts))
         if said := design.precision.describe(model, shard.kv_scales):
             progress(said)
         progress(compiled())

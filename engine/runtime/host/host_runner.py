@@ -3,7 +3,8 @@
     leave, seat, grow         slots.apply
     swap out, fork, swap in   host.copy
     save, restore             states.copy
-    compute                   assemble the rows, forward, logits for the tokens that sample
+    compute                   assemble the rows, forward, logits for the tokens that sample, vectors of the
+                              prompts that ask for them
     sample                    sampler, log-probabilities, the new tokens into the slots
 
 `launch` does all of that; `collect` reads the results. Sampled tokens and the counts of a sequence's history
@@ -23,6 +24,7 @@ from engine.runtime.host.sampler import Draw, sample, sample_ahead
 from engine.runtime.step.batch import PackedBatch, assemble
 from engine.runtime.step.kv_cache import HostPages, KVCache
 from engine.runtime.step.logprobs import stable_topk
+from engine.runtime.step.pooling import Pooler
 from engine.runtime.step.result_tensors import Computed, asked_logprobs, asked_prompt_logprobs
 from engine.runtime.step.seats import HostSlots
 from engine.runtime.step.states import States
@@ -40,6 +42,8 @@ class HostRunner:
     draw: Draw | None = None
     states: States | None = None
     """Those that the model keeps by slot, if it has any."""
+    pooler: Pooler | None = None
+    """Makes vectors of prompts, where the model embeds."""
 
     def run(self, plan: Plan) -> RunResult:
         """Launch and collect."""
@@ -62,14 +66,16 @@ class HostRunner:
                 self.slots.propose(row.slot, drafts)
         hidden = self.model.forward(batch)
         prompt_logprobs = asked_prompt_logprobs(self.model.logits, batch, hidden)
+        vectors = [] if self.pooler is None else self.pooler.vectors(batch, hidden)
         if not batch.sampled:
-            return Computed(prompt_logprobs=prompt_logprobs)
+            return Computed(prompt_logprobs=prompt_logprobs, vectors=vectors)
         if plan.drafts:
             tops, tokens, logits = self._sample_ahead(batch, hidden)
         else:
             tops = [self.slots.seat(row.slot).sampling.logprobs for row in batch.sampled]
             tokens, logits = self._sample(batch, hidden)
-        return Computed(tokens, tops, asked_logprobs(logits, tokens, tops, stable_topk), prompt_logprobs)
+        logprobs = asked_logprobs(logits, tokens, tops, stable_topk)
+        return Computed(tokens, tops, logprobs, prompt_logprobs, vectors)
 
     def _sample(self, batch: PackedBatch, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """hidden [T, hidden] -> a token per sampling row, [S], and the logits that it was drawn from, [S,

@@ -7,6 +7,7 @@ ranks of a tensor-parallel model always, as the native kernels take no shards.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Protocol
 
 import msgspec
@@ -31,6 +32,7 @@ from engine.runtime.start.starting import (
     choose_dtype,
     choose_max_model_len,
     dtype_name,
+    embedder_of,
     read_model,
     set_threads,
     start_alone,
@@ -44,6 +46,7 @@ from engine.runtime.step.kv_cache import (
     state_place_count,
     useful_states,
 )
+from engine.runtime.step.pooling import Pooler
 from engine.runtime.step.protocols import AttentionSpec
 from engine.runtime.step.seats import HostSlots
 from engine.runtime.step.states import StateGeometry, States
@@ -135,6 +138,8 @@ class HostShard:
     network: HostNetwork
     neighbours: int = 1
     """The ranks that share this machine's memory, this one included."""
+    pooler: Pooler | None = None
+    """Makes vectors of prompts, where the model embeds."""
 
     @property
     def geometry(self) -> KVGeometry:
@@ -174,6 +179,7 @@ class HostShard:
             state_bytes=self.state_bytes,
             state_places=places,
             drafts_max=self.drafts_max,
+            vector_len=0 if self.pooler is None else self.pooler.vector_len,
         )
 
     def build(self, info: RunnerInfo, progress: Progress) -> HostRunner:
@@ -191,6 +197,7 @@ class HostShard:
             slots=HostSlots(info.slots, info.max_model_len, info.page_size, info.vocab_size),
             draw=self.network.draw,
             states=states,
+            pooler=self.pooler,
         )
 
 
@@ -210,7 +217,10 @@ def load_shard(config: RunnerConfig, progress: Progress, ranks: Collective = ALO
     if network.draw is not None:
         # Little is left to torch, and its threads would compete with the network's own for the cores.
         torch.set_num_threads(1)
-    loaded = HostShard(config, shard.of(model), dtype, max_model_len, network, ranks.neighbours)
+    pooler = None
+    if (embedder := embedder_of(config)) is not None:
+        pooler = Pooler.load(embedder, Path(config.model), model.hidden_size)
+    loaded = HostShard(config, shard.of(model), dtype, max_model_len, network, ranks.neighbours, pooler)
     if not loaded.drafts_max:
         reason = (
             "states cannot take a wrong one back" if loaded.state_bytes else "by torch, bits would differ"

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,6 +33,8 @@ class Computed:
     """The log-probabilities of the rows that ask for them; None where no row asks."""
     prompt_logprobs: Sequence[tuple[int, Sequence[LogprobColumns]]] = ()
     """Per slot, the log-probabilities of its prompt's tokens, in pieces."""
+    vectors: Sequence[tuple[int, Tensor]] = ()
+    """Per slot, its prompt's vector, float32."""
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> Computed:
         return Computed(
@@ -39,6 +42,7 @@ class Computed:
             self.tops,
             None if self.logprobs is None else self.logprobs.moved(move),
             [(slot, [piece.moved(move) for piece in pieces]) for slot, pieces in self.prompt_logprobs],
+            [(slot, move(vector)) for slot, vector in self.vectors],
         )
 
     def collect(self) -> RunResult:
@@ -50,7 +54,14 @@ class Computed:
                 (slot, [entry for piece in pieces for entry in piece.entries()])
                 for slot, pieces in self.prompt_logprobs
             ],
+            vectors=[(slot, _packed(vector)) for slot, vector in self.vectors],
         )
+
+
+def _packed(vector: Tensor) -> bytes:
+    """A vector as little-endian float32; empty where it is not finite."""
+    numbers = vector.numpy()
+    return numbers.astype("<f4", copy=False).tobytes() if np.isfinite(numbers).all() else b""
 
 
 def asked_logprobs(
