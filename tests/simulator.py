@@ -172,6 +172,7 @@ class _Simulation:
             page_copy_s=config.page_copy_s,
             drafts_max=config.drafts_max,
             vector_len=VECTOR_LEN,
+            state_windows=config.state_windows,
         )
         self._now = 0.0
         self._held = set[int]()

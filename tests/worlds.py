@@ -50,6 +50,8 @@ class SimConfig:
     page_copy_s: float = 0.001
     state_bytes: int = 0
     """Of a model that keeps a state by slot."""
+    state_windows: int = 0
+    """The drafts of a step of such a model."""
     state_places: int = 0
     disk: bool = False
     """True if what they keep is also written to a disk."""
@@ -158,6 +160,9 @@ def random_history_of_states(seed: int) -> SimConfig:
         page_copy_s=rng.choice([CHEAP_S, 0.001]),
         state_bytes=64,
         state_places=rng.choice([1, 2, 5, 40]),
+        drafts_max=(0, 3, 15)[seed % 5 % 3],
+        state_windows=(3, 15, 40)[seed // 5 % 3],
+        right_share=(0.0, 0.5, 0.9, 1.0)[seed // 15 % 4],
         slots=slots,
         prompt_len_max=max_model_len // 2,
         max_tokens_max=rng.randint(1, 16),

@@ -270,6 +270,9 @@ class RunnerInfo(msgspec.Struct, array_like=True, frozen=True):
     ascending. A step of more tokens is not padded."""
     vector_len: int = 0
     """The numbers of the vector that it makes of a prompt (`engine.contract.embedders`); 0: it makes none."""
+    state_windows: int = 0
+    """The most drafts of all rows of a step, of a model that has states: each takes a state beside those of
+    slots until the next step."""
 
 
 class CoreReady(msgspec.Struct, array_like=True, frozen=True, tag="ready"):
@@ -529,6 +532,7 @@ class Plan(msgspec.Struct, array_like=True, frozen=True):
     A row that verifies computes its sequence's newest token and the drafts behind it, and samples a token
     behind each of these as if all drafts before it were known. Of these tokens count the first, and each
     whose predecessor is the draft in its place (`agreed`): the runner appends these, and forgets the others.
+    Where a model has states, the slot's is that behind the last draft that is right.
     """
 
     step: int
@@ -557,9 +561,10 @@ class Plan(msgspec.Struct, array_like=True, frozen=True):
     row that verifies has a mask for each of its tokens."""
     drafts: list[list[int]] = []
     """For each row that verifies, in order, the tokens that are likely to follow, at least one."""
-    saved: list[tuple[int, int]] = []
-    """Pairs (slot, place): copy the state that the slot has before this plan to the place. The slot may have
-    been left, and seated again."""
+    saved: list[tuple[int, int, int]] = []
+    """Triples (slot, place, back): copy the state that the slot has before this plan to the place. The slot
+    may have been left, and seated again. With `back` the state is the one so many tokens before, of those
+    that the slot passed by drafts in the plan before this one."""
     restored: list[tuple[int, int]] = []
     """Pairs (place, slot): copy the state in the place to the slot, after all copies out of slots."""
 

@@ -375,7 +375,7 @@ class Scheduler:
         tier = self._allocator.host_tier
         swapped_out, swapped_in = tier.take_copies(self._step) if tier.has_copies else ([], [])
         states = self._allocator.states
-        saved, restored = ([], []) if states is None else states.take_copies()
+        saved, restored = ([], []) if states is None else states.take_copies(self._step)
         plan = Plan(
             step=self._step,
             left=self._allocator.take_left(),

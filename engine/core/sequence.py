@@ -185,6 +185,9 @@ class Sequence:
     state_len: int = 0
     """The tokens behind which the newest snapshot of its state was taken, or restored
     (`engine.core.step.state_tier`)."""
+    passed: int = 0
+    """The drafts that were right in its last row, if that verified and has landed: its slot still has the
+    states before them, until a step behind computes."""
     branch_len: int = 0
     """The tokens of its prefix whose pages were found when it was admitted, with a state or without."""
     mask: bytes | None = b""
@@ -352,7 +355,7 @@ class Sequence:
         """Count a step that computes its next `length` tokens, and what it brings."""
         assert self.status is Status.RUNNING
         assert step > self.last_step
-        self.last_step = step
+        self.last_step, self.passed = step, 0
         if self.given_up_len:
             self.again_tokens += max(0, min(self.given_up_len - self.planned_len, length))
         self.in_flight_len += length
@@ -391,7 +394,7 @@ class Sequence:
         self.in_flight_len -= wrong
         self.coming -= wrong
         self.accepted += accepted
-        self.verifying = 0
+        self.verifying, self.passed = 0, accepted
         return predicted
 
     def append(self, token: int, now: float) -> None:

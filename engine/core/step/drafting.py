@@ -19,7 +19,8 @@ Rules
 4. A look costs some 5 us of the core's thread, and to read a token 0.5 us, of which `READ_MAX` are read in a
    plan at most. Those whose looks find nothing are looked at more rarely (`Drafts.pause`), and so are those
    for which not even right drafts would pay.
-5. The indexes of all sequences take `ROOM` bytes at most. Those that come when it is used up draft nothing.
+5. Of a model that has states, each draft of a step takes one of `RunnerInfo.state_windows`.
+6. The indexes of all sequences take `ROOM` bytes at most. Those that come when it is used up draft nothing.
 """
 
 from __future__ import annotations
@@ -58,11 +59,6 @@ def drafter_for(sequence: Sequence) -> Drafts:
     return NGramDrafts(lens[1], params.stop_token_ids)
 
 
-def spare_tokens(tokens_left: int, decodes: int) -> int:
-    """The drafts that a step has room for: the rest is for prompts (rule 1)."""
-    return int(TOKENS_SHARE * (tokens_left - decodes))
-
-
 def _foreseen(tokens: list[int], draft: Proposal) -> Proposal:
     """The drafts behind which masks are known: the beginning of what was drafted, and what the grammar forces
     behind it."""
@@ -96,7 +92,7 @@ class Drafting:
         self, builder: PlanBuilder, decodes: dict[int, Sequence], due: list[Sequence], now: float
     ) -> None:
         """Add rows for the decodes, by slot, of which those in `due` are to be looked at for drafts."""
-        looks = self._looked_at(due, spare_tokens(builder.tokens_left, len(decodes)))
+        looks = self._looked_at(due, self.spare_drafts(builder.tokens_left, len(decodes)))
         drafts = self._chosen(looks, builder, decodes, now) if looks else {}
         if not drafts:
             builder.add_decodes(decodes)
@@ -176,7 +172,7 @@ class Drafting:
             Offer(draft.chance, len(draft.tokens), max(draft_s, least_s), draft.is_probe)
             for (_, draft), draft_s in zip(looks, drafts_s, strict=True)
         ]
-        spare = spare_tokens(builder.tokens_left, rows)
+        spare = self.spare_drafts(builder.tokens_left, rows)
         lengths = lengths_that_pay(offers, rows, step_s, self.spare_s(decodes, step_s), spare)
         drafts: dict[int, list[int]] = {}
         for (sequence, draft), offer, length in zip(looks, offers, lengths, strict=True):
@@ -192,6 +188,11 @@ class Drafting:
                 drafter.take(draft)
                 drafts[slot] = draft.tokens[:fit]
         return drafts
+
+    def spare_drafts(self, tokens_left: int, decodes: int) -> int:
+        """The drafts that a step has room for: of what the decodes leave the rest is for prompts (rule 1)."""
+        spare = int(TOKENS_SHARE * (tokens_left - decodes))
+        return min(spare, self.runner.state_windows) if self.runner.state_bytes else spare
 
     def spare_s(self, decodes: Mapping[int, Sequence], step_s: float) -> float:
         """The time by which drafts may make a step longer (rule 1)."""

@@ -5,7 +5,7 @@
     save, restore             states.copy
     compute                   assemble the rows, forward, logits for the tokens that sample, vectors of the
                               prompts that ask for them
-    sample                    sampler, log-probabilities, the new tokens into the slots
+    sample                    sampler, log-probabilities, the new tokens into the slots, states.select
 
 `launch` does all of that; `collect` reads the results. Sampled tokens and the counts of a sequence's history
 go into the slots, where the next step finds them. The host's work per step is proportional to its rows.
@@ -103,5 +103,8 @@ class HostRunner:
         sampled = iter(tokens.tolist())
         for slot, own in zip(slots, drafts, strict=True):
             brought = [next(sampled) for _ in range(len(own) + 1)]
-            self.slots.extend(slot, brought[: agreed(own, brought) + 1])
+            right = agreed(own, brought)
+            self.slots.extend(slot, brought[: right + 1])
+            if own and self.states is not None:
+                self.states.select(slot, right)
         return tops, tokens, logits
