@@ -121,7 +121,12 @@ class StateTier:
         for sequence in running:
             back = sequence.planned_len % size
             at = sequence.planned_len - back
-            if sequence.is_pooled or sequence.verifying or at <= sequence.state_len or back > self._passed(sequence):
+            if (
+                sequence.is_pooled
+                or sequence.verifying
+                or at <= sequence.state_len
+                or back > self._passed(sequence)
+            ):
                 continue
             is_last = at >= self._before_last(sequence)
             if is_last or at == sequence.branch_len or at - sequence.state_len >= self._every_len:
