@@ -32,6 +32,7 @@ from engine.contract.messages import (
     Want,
     agreed,
 )
+from engine.contract.packing import unpacked
 from engine.core.grammars.masks import MatcherStanding, is_allowed
 from tests.fake_grammars import FakeMatcher
 
@@ -116,6 +117,10 @@ def logprobs_of(knowledge: int, token: int, tops: int) -> TokenLogprobs:
     return TokenLogprobs(-(mixed % 1000) / 100, list(range(tops)), [-float(i) for i in range(tops)])
 
 
+def scores_of(logits: int, scored: bytes) -> list[float]:
+    return [-(hash((logits, token)) % 1000) / 100 for token in unpacked(scored)]
+
+
 @dataclass(frozen=True, slots=True)
 class Solo:
     """The output of a sequence that runs alone, without pages."""
@@ -125,6 +130,7 @@ class Solo:
     prompt_logprobs: list[TokenLogprobs]
     reason: FinishReason
     vector: bytes = b""
+    scores: list[float] = field(default_factory=list)
 
 
 def solo(prompt_ids: Sequence[int], sampling: SamplingParams, vocab_size: int, grammar: str = "") -> Solo:
@@ -138,6 +144,7 @@ def solo(prompt_ids: Sequence[int], sampling: SamplingParams, vocab_size: int, g
     if sampling.prompt_logprobs is not None:
         for position, follower in enumerate(prompt_ids[1:]):
             answer.prompt_logprobs.append(logprobs_of(kv[position], follower, sampling.prompt_logprobs))
+    answer.scores.extend(scores_of(logits_of(kv), sampling.scored))
     matcher = FakeMatcher(grammar, vocab_size) if grammar else None
     while len(answer.tokens) < sampling.max_tokens:
         if matcher is not None and (end := _end(matcher, sampling)) is not None:
@@ -246,6 +253,8 @@ class FakeRunner:
                     result.prompt_logprobs.append((slot, entries))
             if sampling.vector_len:
                 self._gather(state, position, length, result)
+            if sampling.scored and position + length == state.start.prompt_len:
+                result.scores.append((slot, scores_of(logits_of(self._read(state)), sampling.scored)))
             if want is Want.SAMPLE:
                 token, logprobs = self._sample(state, next(masks))
                 wants_logprobs |= logprobs is not None

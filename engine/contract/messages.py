@@ -98,6 +98,9 @@ class SamplingParams(msgspec.Struct, array_like=True, frozen=True):
     vector_len: int = 0
     """The numbers of the prompt's vector, where that is asked for; 0: it is not. Then `max_tokens` is 0. Such
     a sequence takes nothing from the prefix cache and leaves nothing there: its vector may be of all tokens."""
+    scored: bytes = b""
+    """Token ids, packed, whose log-probabilities behind the prompt are asked for; b"": none are. Then
+    `max_tokens` is 0: nothing is sampled."""
 
     @property
     def needs_history(self) -> bool:
@@ -128,11 +131,13 @@ class AddPrompt(msgspec.Struct, array_like=True, frozen=True):
     """The sequences of one prompt."""
 
     ids: bytes
-    """Its token ids, packed (`engine.contract.packing`)."""
+    """Its token ids, packed (`engine.contract.packing`), behind those that all prompts share."""
     max_tokens: int
     min_tokens: int
     seeds: list[int]
     """The seed of each sequence."""
+    scored: bytes = b""
+    """The tokens that are scored behind this prompt (`SamplingParams.scored`)."""
 
 
 class AddRequest(msgspec.Struct, array_like=True, frozen=True, tag="add"):
@@ -165,6 +170,9 @@ class AddRequest(msgspec.Struct, array_like=True, frozen=True, tag="add"):
     it calls has run."""
     prediction: bytes = b""
     """The tokens, packed, that each answer is expected to have; empty: nothing is."""
+    shared: bytes = b""
+    """Token ids, packed, with which all prompts begin. What follows them is each prompt's alone: others find
+    the pages of these, and of nothing behind them. b"": the prompts share nothing that is known."""
 
 
 class AbortSequences(msgspec.Struct, array_like=True, frozen=True, tag="abort"):
@@ -480,6 +488,9 @@ class StepOutput(msgspec.Struct, array_like=True, frozen=True, tag="step"):
     predicted: list[tuple[int, int, int]] = []
     """For each sequence that verified tokens of its prediction: its handle, how many of them were right, and
     how many were not."""
+    scores: list[tuple[int, list[float]]] = []
+    """Pairs of a handle and the log-probabilities of its `SamplingParams.scored`, in their order. The
+    sequence ends in the same output."""
 
 
 CoreOutput = CoreReady | CoreFailed | CoreProgress | Pong | StepOutput
@@ -588,6 +599,9 @@ class RunResult(msgspec.Struct, array_like=True, frozen=True):
     vectors: list[tuple[int, bytes]] = []
     """For each slot that asked and whose prompt was completed in this step: the slot, and the prompt's vector,
     `vector_len` numbers as little-endian float32; b"" where they are not finite."""
+    scores: list[tuple[int, list[float]]] = []
+    """For each slot that asked and whose prompt was completed in this step: the slot, and the
+    log-probabilities of its `SamplingParams.scored`; NaN where the logits were not finite."""
 
 
 NUMERIC_FAILURE = -1

@@ -190,6 +190,9 @@ class Sequence:
     states before them, until a step behind computes."""
     branch_len: int = 0
     """The tokens of its prefix whose pages were found when it was admitted, with a state or without."""
+    named_len: int = NEVER
+    """The first tokens whose pages others may find. Nobody asks again for what lies behind them: it leaves
+    nothing in the prefix cache, and no snapshot of a state."""
     mask: bytes | None = b""
     """The tokens that its grammar lets the next one be (`engine.contract.messages.Plan.masks`), b"" where it
     has no grammar; None until that is known, from the plan on that samples under the mask before."""
@@ -407,9 +410,10 @@ class Sequence:
         self.tokens.append(token)
 
     def name_head(self, pages: BlockManager, end: int) -> None:
-        """Let others find the head in which its first `end` tokens end, which are computed."""
+        """Let others find the head in which its first `end` tokens end, which are computed, unless nobody
+        asks for it."""
         assert end <= self.computed_len
-        if end % pages.page_size and pages.shares_heads:
+        if end % pages.page_size and pages.shares_heads and end <= self.named_len:
             head = self.chain.identity(self.tokens, end)
             assert head is not None
             pages.register_head(self.pages[end // pages.page_size], head)

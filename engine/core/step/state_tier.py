@@ -83,8 +83,6 @@ class StateTier:
 
     def _next_stop(self, sequence: Sequence, position: int, cost: StepCost) -> int | None:
         """The next place behind `position` at which a chunk of this prompt ends for a snapshot."""
-        if sequence.is_pooled:
-            return None
         stops = (sequence.branch_len, self._before_last(sequence), sequence.state_len + self._every_len)
         ahead = [stop for stop in stops if position < stop <= stops[1] and self._pays(sequence, stop, cost)]
         return min(ahead, default=None)
@@ -94,8 +92,9 @@ class StateTier:
         return cost.chunk_s(since, stop - since) > cost.fixed_s + 2 * cost.page_s if stop > since else False
 
     def _before_last(self, sequence: Sequence) -> int:
+        """The last place of a snapshot before its newest known token is computed."""
         size = self._pages.page_size
-        return (len(sequence.tokens) - 1) // size * size
+        return min(len(sequence.tokens) - 1, sequence.named_len) // size * size
 
     def is_coming(self, sequence: Sequence, found: int, other: Sequence, cost: StepCost) -> bool:
         """True if `other` computes towards a snapshot that `sequence` could go on from, which has found one
@@ -108,7 +107,7 @@ class StateTier:
 
     def lacks_prompt(self, sequence: Sequence, cost: StepCost) -> bool:
         """True if a running sequence computes towards the last snapshot of its prompt."""
-        last = (sequence.prompt_len - 1) // self._pages.page_size * self._pages.page_size
+        last = self._before_last(sequence)
         if sequence.output_len or not sequence.computed_len < last:
             return False
         return self._pays(sequence, last, cost)
@@ -121,12 +120,9 @@ class StateTier:
         for sequence in running:
             back = sequence.planned_len % size
             at = sequence.planned_len - back
-            if (
-                sequence.is_pooled
-                or sequence.verifying
-                or at <= sequence.state_len
-                or back > self._passed(sequence)
-            ):
+            if sequence.verifying or back > self._passed(sequence):
+                continue
+            if not sequence.state_len < at <= sequence.named_len:
                 continue
             is_last = at >= self._before_last(sequence)
             if is_last or at == sequence.branch_len or at - sequence.state_len >= self._every_len:
@@ -136,7 +132,7 @@ class StateTier:
         """Copy the state of a sequence that loses its slot, with nothing in flight, if that pays (rule 3)."""
         since, back = sequence.state_len, sequence.computed_len % self._pages.page_size
         at = sequence.computed_len - back
-        if at <= since or back > self._passed(sequence) or sequence.is_pooled:
+        if not since < at <= sequence.named_len or back > self._passed(sequence):
             return
         if 2 * cost.page_s < cost.chunk_s(since, at - since):
             self._save(sequence, at, back, None, now)

@@ -97,8 +97,8 @@ kernels one by one, and is launched that way."""
 OVERLAP_CAPABILITY: Final = (9, 0)
 """The least capability of a card that launches a kernel while the one before it ends."""
 DRAFTS_MAX: Final = 15
-"""The most drafts of a row: a tile of attention has room for as many tokens and one more at most, and for fewer
-where groups of query heads or heads are large."""
+"""The most drafts of a row: a tile of attention has room for as many tokens and one more at most, and for
+fewer where groups of query heads or heads are large."""
 DRAFTS_TOGETHER_MAX: Final = 128
 """The most drafts of a step, over all rows. They take a share of the memory for sampling, 2 MB each with a
 vocabulary of 152k; and products of more rows than about 180 take as long as their arithmetic, so that a draft

@@ -8,11 +8,7 @@ import ctypes
 import platform
 import weakref
 from collections.abc import Mapping, Sequence
-<<<<<<< HEAD
-from ctypes import POINTER, Array, byref, c_char_p, c_float, c_int32, c_int64, c_void_p
-=======
-from ctypes import CFUNCTYPE, POINTER, byref, c_char_p, c_float, c_int32, c_int64, c_void_p
->>>>>>> w-qwen
+from ctypes import CFUNCTYPE, POINTER, Array, byref, c_char_p, c_float, c_int32, c_int64, c_void_p
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
