@@ -19,7 +19,8 @@ Rules
 4. A look costs some 5 us of the core's thread, and to read a token 0.5 us, of which `READ_MAX` are read in a
    plan at most. Those whose looks find nothing are looked at more rarely (`Drafts.pause`), and so are those
    for which not even right drafts would pay.
-5. Of a model that has states, each draft of a step takes one of `RunnerInfo.state_windows`.
+5. Of a model that has states, each draft of a step takes one of `RunnerInfo.state_windows`; of others, a
+   runner may have room for so many (`RunnerInfo.drafts_together`).
 6. The indexes of all sequences take `ROOM` bytes at most. Those that come when it is used up draft nothing.
 """
 
@@ -192,7 +193,9 @@ class Drafting:
     def spare_drafts(self, tokens_left: int, decodes: int) -> int:
         """The drafts that a step has room for: of what the decodes leave the rest is for prompts (rule 1)."""
         spare = int(TOKENS_SHARE * (tokens_left - decodes))
-        return min(spare, self.runner.state_windows) if self.runner.state_bytes else spare
+        if self.runner.state_bytes:
+            return min(spare, self.runner.state_windows)
+        return min(spare, self.runner.drafts_together or spare)
 
     def spare_s(self, decodes: Mapping[int, Sequence], step_s: float) -> float:
         """The time by which drafts may make a step longer (rule 1)."""

@@ -134,9 +134,9 @@ def test_drafts_change_nothing_that_can_be_asked_for(path: Path, way: str, right
 
 
 def test_launching_waits_for_nothing(path: Path) -> None:
-    """Seats, prompts, log-probabilities, replays, swaps, forks: all are queued. Results are collected late,
-    when later plans have taken their place on the device."""
-    runner = load_fake(path, max_num_seqs=len(COMPANY), kv_cache_memory=1 << 20)
+    """Seats, prompts, log-probabilities, replays, swaps, forks, drafts: all are queued. Results are collected
+    late, when later plans have taken their place on the device."""
+    runner = load_fake(path, max_num_seqs=len(COMPANY), kv_cache_memory=1 << 20, max_drafts=1)
     asked = company()
     seated = [SlotAssignment.of(slot, ids, len(ids), params) for slot, (ids, params) in enumerate(asked)]
     grown = [(slot, [3 * slot, 3 * slot + 1, 3 * slot + 2]) for slot in range(len(asked))]
@@ -149,10 +149,14 @@ def test_launching_waits_for_nothing(path: Path) -> None:
         forks = [(0, 16, 3), (16, 17, 2)] if step == 1 else []
         wants = [Want.SAMPLE] * len(slots)
         plans.append(Plan(step, [], [], [], slots, positions, ones, wants, *moves, forked=forks))
+    verify = slots, [n + 3 for n in known], [2] * len(slots), [Want.VERIFY] * len(slots)
+    masks = [b"\xff" * (VOCAB_SIZE // 8), b""] * len(slots)
+    plans.append(Plan(4, [], [], [], *verify, drafts=[[VOCAB_SIZE - 1]] * len(slots), masks=masks))
     with no_waits():
         flights = [runner.launch(plan) for plan in plans]
-    tokens = [list(column) for column in zip(*(flight.collect().tokens for flight in flights), strict=True)]
-    expected = lead(load(path, max_num_seqs=len(slots), max_model_len=128, kernels="torch"), 4)
+    *decoded, drafted = (flight.collect().tokens for flight in flights)
+    tokens = [list(column) for column in zip(*decoded, drafted[::2], strict=True)]
+    expected = lead(load(path, max_num_seqs=len(slots), max_model_len=128, kernels="torch"), 5)
     assert tokens == [life.output for life in expected]
 
 
