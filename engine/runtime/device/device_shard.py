@@ -399,8 +399,8 @@ class DeviceShard:
 
 
 def largest_plans(info: RunnerInfo, tokens: int) -> Iterator[Plan]:
-    """The two plans that take the most memory: the most rows that sample, and the longest prompt that
-    `tokens` allows. All rows share one page, since their results are not read."""
+    """The plans that take the most memory: the most rows that sample, the most tokens behind drafts, and the
+    longest prompt that `tokens` allows. All rows share one page, since their results are not read."""
     asked = SamplingParams(
         seed=0, max_tokens=1, top_p=0.9, logprobs=LIKELIEST_MAX, prompt_logprobs=LIKELIEST_MAX
     )
@@ -410,11 +410,29 @@ def largest_plans(info: RunnerInfo, tokens: int) -> Iterator[Plan]:
     for lengths in ([min(longest, tokens // rows)] * rows, [longest]):
         if longest < 1:
             return
-        slots = list(range(len(lengths)))
+        if left and info.drafts_together:
+            yield _verifying(info, len(left), min(longest, tokens // rows) + 1, tokens)
+        slots, most = list(range(len(lengths))), info.drafts_max + 1
         seated = [SlotAssignment.of(slot, [0] * n, n, asked) for slot, n in zip(slots, lengths, strict=True)]
-        grown = [(slot, [0] * -(-n // info.page_size)) for slot, n in zip(slots, lengths, strict=True)]
+        ends = [min(n + most, info.max_model_len) for n in lengths]
+        grown = [(slot, [0] * -(-end // info.page_size)) for slot, end in zip(slots, ends, strict=True)]
         yield Plan(0, left, seated, grown, slots, [0] * len(slots), lengths, [Want.SAMPLE] * len(slots))
         left = slots
+
+
+def _verifying(info: RunnerInfo, rows: int, known_len: int, tokens: int) -> Plan:
+    """A plan in which the first slots, which know so many tokens, go on with as many drafts as a step of
+    `tokens` may have."""
+    room = min(info.drafts_max, info.max_model_len - known_len)
+    left = min(info.drafts_together, tokens - rows)
+    lengths = []
+    for _ in range(rows):
+        lengths.append(1 + min(room, left))
+        left -= lengths[-1] - 1
+    lengths.sort(key=lambda length: length > 1)
+    wants = [Want.VERIFY if length > 1 else Want.SAMPLE for length in lengths]
+    drafts = [[0] * (length - 1) for length in lengths if length > 1]
+    return Plan(0, [], [], [], list(range(rows)), [known_len - 1] * rows, lengths, wants, drafts=drafts)
 
 
 @contextmanager

@@ -109,6 +109,7 @@ def test_one_step_ahead_on_a_device_is_a_cpu_step_by_step(
     assert last.pages_owned == 0
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy, where what a mask forbids is tempered
 @pytest.mark.parametrize("right_share", [0.7, *some([0.0, 1.0], usual=0)])
 def test_drafts_change_no_token_on_a_device(tiny_model: MakeModel, right_share: float) -> None:
