@@ -109,9 +109,9 @@ class DecodeInputs:
         """The inputs of a step within `memory`, [at least input_len(shape)] int32 on the device or the
         host."""
         each = _aligned(shape.rows)
-        columns = [memory[at : at + shape.rows] for at in range(0, input_len(shape), each)]
-        ahead = Ahead(*columns[2:], shape.together) if columns[2:] else None
-        return DecodeInputs(columns[0], columns[1], ahead)
+        each, most = _aligned(shape.rows), shape.together
+        slots, lengths, *drafted = (memory[at : at + shape.rows] for at in range(0, input_len(shape), each))
+        return DecodeInputs(slots, lengths, Ahead(*drafted, most=most) if drafted else None)
 
     def bound(self, states: States | None) -> StepStates | None:
         """A model's states, bound to these rows; None where it has none."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -144,8 +144,8 @@ class Driver:
         copies = self._swapped_out, self._swapped_in
         changes = self._left, self._seated, grown
         own_drafts = [list(drafts[slot]) for slot, _ in verified]
-        given = slots, positions, lengths, wants
-        plan = Plan(0, *changes, *given, *copies, forked=self._forked, drafts=own_drafts)
+        rest: dict[str, Any] = {"forked": self._forked, "drafts": own_drafts}
+        plan = Plan(0, *changes, slots, positions, lengths, wants, *copies, **rest)
         self._left, self._seated, self._moved = [], [], []
         self._swapped_out, self._swapped_in, self._forked = [], [], []
         result = self.runner.run(plan)
@@ -194,14 +194,14 @@ class Driver:
 
     def _commit(self, sampled: Sequence[int], drafts: Mapping[int, Sequence[int]], result: RunResult) -> None:
         assert len(result.tokens) == len(sampled) + sum(map(len, drafts.values()))
-        entries = result.logprobs or [None] * len(result.tokens)
+        logprobs = result.logprobs or [None] * len(result.tokens)
         first = 0
         for slot in sampled:
             life, own = self.lives[slot], drafts.get(slot, ())
             tokens = result.tokens[first : first + len(own) + 1]
             stays = agreed(own, tokens) + 1
             life.tokens += tokens[:stays]
-            life.logprobs += [entry for entry in entries[first : first + stays] if entry is not None]
+            life.logprobs += [entry for entry in logprobs[first : first + stays] if entry is not None]
             if slot in drafts:
                 life.computed += stays
             first += len(tokens)

@@ -213,7 +213,12 @@ def test_graphs_of_steps_with_drafts_are_set_aside_too(
 ) -> None:
     """As many as there are numbers of tokens and tiles of attention."""
     profiles: list[MemoryProfile] = []
-    monkeypatch.setattr(loading, "kv_page_count", lambda profile, *_: profiles.append(profile) or 7)
+
+    def count(profile: MemoryProfile, *_: float) -> int:
+        profiles.append(profile)
+        return 7
+
+    monkeypatch.setattr(loading, "kv_page_count", count)
     more = [*READINGS, MemoryReading(1000 * MIB, 666 * MIB, 170 * MIB, 0)]
     drafting = replace(config, max_drafts=1, max_num_seqs=2)
     runner = load_on_card(drafting, card := FakeCard(more), lambda stage: None)

@@ -36,7 +36,7 @@ from tests.gpu.loop import vacate
 CONFIG = SchedulerConfig(step_tokens_max=40, queue_len_max=64)
 SETTINGS: dict[str, Any] = {"max_num_seqs": 3, "max_step_tokens": 40, "max_model_len": 64}
 PAGES = 5
-COMPANY = (
+COMPANY: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0, "logprobs": 1},
     {"temperature": 0.9, "top_p": 0.9},
     {"temperature": 0.8, "top_k": 20, "frequency_penalty": 0.5},

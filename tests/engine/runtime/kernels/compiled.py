@@ -40,6 +40,7 @@ from engine.runtime.kernels import (
 )
 from engine.runtime.kernels.dependent_launch import dependent_launches
 from engine.runtime.models.spec import DeltaNet
+from engine.runtime.step.protocols import Ahead
 from engine.runtime.weights.fp8 import Fp8Weight
 from engine.runtime.weights.parameters import DeltaWeights
 from tests.effort import some
@@ -393,7 +394,7 @@ def sample_launch(*, verifies: bool = False) -> object:
     columns = DeviceSampling.empty(64, vocab, device)
     scratch = device_sampling.SamplingScratch.empty(rows, vocab, torch.bfloat16, device)
     row = meta(rows, dtype=torch.int32)
-    ahead = device_sampling.Ahead(row, row) if verifies else None
+    ahead = Ahead(row, row, row, 4) if verifies else None
     known = meta(64, 4097, dtype=torch.int32)
     with ExitStack() as stack:
         for kernel in SAMPLING:

@@ -17,6 +17,7 @@ from engine.runtime.device import device_sampling as device_sampling
 from engine.runtime.device.device_sampling import DeviceSampling
 from engine.runtime.host import sampler
 from engine.runtime.step.edits import Edits
+from engine.runtime.step.protocols import Ahead
 from engine.runtime.step.seats import SamplingColumns, Seat
 from tests.effort import some
 from tests.engine.runtime.host.test_sampler import CUTS, EXTREMES, extreme_logits, extreme_params, mask_of
@@ -305,7 +306,7 @@ class Verified:
             columns,
             scratch,
             known,
-            device_sampling.Ahead(column(before), column(masked_by)),
+            Ahead(column(before), column(before), column(masked_by), max(before) + 1),
         )
         rest = iter(tokens.tolist())
         return [[next(rest) for _ in range(len(own) + 1)] for own in self.drafts], columns, known.cpu()
