@@ -57,7 +57,7 @@ def test_prefill_first_delays_decodes_and_penstock_does_not() -> None:
     assert gaps_s[disciplines.OURS] <= 0.22
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_short_prompts_pass_long_ones_that_are_hardly_delayed() -> None:
     """The figures that README claims, on a third of the traffic."""
     engine = Engine(scheduler.COST)
