@@ -1,4 +1,4 @@
-"""A few of the random worlds of `tests.pace_worlds`, a quarter of these in each loop; by command, all in both."""
+"""A few of the random worlds of `tests.pace_worlds`, a quarter in each loop; by command, all in both."""
 
 from __future__ import annotations
 
