@@ -45,7 +45,7 @@ from tests.fake_disk import FakeDisk
 from tests.fake_drafts import FakeDrafts
 from tests.fake_grammars import FakeGrammars, random_delays
 from tests.fake_runner import FakeRunner, runner_info, solo
-from tests.worlds import Message, SimConfig, draw_messages
+from tests.worlds import VECTOR_LEN, Message, SimConfig, draw_messages
 
 PAGES_CHECKED_ALWAYS = 16
 """Pages up to which a world is checked whenever anything happens. Larger ones are checked more rarely, since
@@ -68,6 +68,8 @@ class Life:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    vector: bytes = b""
+    scores: list[float] = field(default_factory=list)
     started: Started | None = None
     finished: Finished | None = None
     finished_at: float = 0.0
@@ -117,12 +119,13 @@ class Report:
 
     @property
     def _lacked(self) -> dict[str, list[int]]:
-        """What the cache lacked of the prompt of each choice that began, but for its last token, by
-        request."""
+        """What the cache lacked of the prompt of each choice that began, but for its last token where one is
+        sampled behind that, by request."""
         lacked: dict[str, list[int]] = {}
         for life in self.lives:
             if life.started is not None:
-                lacks = len(life.message.prompt_ids) - 1 - life.started.cached_len
+                is_sampled = life.message.sampling.max_tokens > 0
+                lacks = len(life.message.prompt_ids) - is_sampled - life.started.cached_len
                 lacked.setdefault(life.message.request_id, []).append(lacks)
         return lacked
 
@@ -169,6 +172,8 @@ class _Simulation:
             state_places=config.state_places,
             page_copy_s=config.page_copy_s,
             drafts_max=config.drafts_max,
+            vector_len=VECTOR_LEN,
+            state_windows=config.state_windows,
         )
         self._now = 0.0
         self._held = set[int]()
@@ -381,6 +386,14 @@ class _Simulation:
             life.started = started
         for handle, entries in output.prompt_logprobs:
             self._open(handle).prompt_logprobs += entries
+        for handle, vector in output.vectors:
+            assert not self._open(handle).vector
+            self._lives[handle].vector = vector
+        for handle, scores in output.scores:
+            life = self._open(handle)
+            assert not life.scores, "scored twice"
+            assert handle in {finished.handle for finished in output.finished}
+            life.scores = scores
         for row, (handle, token) in enumerate(zip(output.handles, output.tokens, strict=True)):
             life = self._open(handle)
             assert life.started is not None
@@ -431,8 +444,11 @@ class _Simulation:
             assert life.tokens == alone.tokens[: len(life.tokens)]
             assert life.logprobs == alone.logprobs[: len(life.logprobs)]
             assert life.prompt_logprobs == alone.prompt_logprobs[: len(life.prompt_logprobs)]
+            assert not life.scores
             return
+        assert life.scores == alone.scores
         assert finished.reason is alone.reason
+        assert life.vector == alone.vector
         assert life.tokens == alone.tokens
         assert life.logprobs == alone.logprobs
         if life.tokens or finished.reason is not FinishReason.GRAMMAR:  # else it may have ended at once
@@ -441,7 +457,8 @@ class _Simulation:
 
 def _fits(message: AddSequence, config: SimConfig) -> bool:
     total_len = len(message.prompt_ids) + message.sampling.max_tokens
-    return total_len <= config.max_model_len and total_len - 1 <= config.kv_tokens
+    computed_len = max(total_len - 1, len(message.prompt_ids))
+    return total_len <= config.max_model_len and computed_len <= config.kv_tokens
 
 
 def _ended_at(life: Life) -> float:

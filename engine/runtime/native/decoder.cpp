@@ -54,6 +54,9 @@ struct PenstockStep {
   const int64_t *slots, *starts, *lengths;
   int64_t tokens_stride, tables_stride;
   const int32_t *tokens, *tables;
+  // Of a model with states, or null: row i goes on from the state at places[i], which becomes its own. `behind`, null
+  // or of each packed token: where a row that verifies leaves the state behind it instead; -1 in other rows.
+  const int64_t *places, *behind;
 };
 
 // Rows of logits, each drawn by its slot's parameters at its position.
@@ -100,8 +103,8 @@ struct Model {
     int64_t window = 0;
     const float *cosines = nullptr, *sines = nullptr;  // [positions][head_dim / 2]
     void *keys = nullptr, *values = nullptr;
-    float* states = nullptr;  // of a delta net: [slots][value_heads][key_dim][value_dim]
-    void* past = nullptr;     // and its convolution's: [slots][kernel - 1][channels]
+    float* states = nullptr;  // of a delta net: [places][value_heads][key_dim][value_dim]
+    void* past = nullptr;     // and its convolution's: [places][kernel - 1][channels]
   };
   std::vector<Layer> layers;
   Layer top;  // of which the final norm is used
@@ -263,7 +266,7 @@ class Decoder final : public Model {
     // A decode's time is that of reading states and writing them, so a head's is asked for as a whole.
     each_span(rows_, delta_.value_heads, [&](int worker, const Span& row, int64_t head) {
       if (head == 0) keep_past(layer, row);
-      prefetch(state_of(layer, row, head), delta_.state() * sizeof(float));
+      prefetch(places_of(layer, row, head).at(row.state), delta_.state() * sizeof(float));
       for (int64_t column = 0; column < delta_.value_dim; column += COLUMNS)
         recur(layer, row, head, column, products_[worker].get());
     });
@@ -280,7 +283,7 @@ class Decoder final : public Model {
       for (int64_t tap = 0; tap < s.kernel; ++tap) {
         const int64_t back = s.kernel - 1 - tap;
         taps[tap] = back <= span.earlier + i ? inputs_.get() + (token - back) * s.channels()
-                                             : past_of(layer, span) + (tap + span.earlier + i) * s.channels();
+                                             : past_at(layer, span.state) + (tap + span.earlier + i) * s.channels();
       }
       float* out = convolved_.get() + token * s.channels();
       penstock::convolve<E>(s, taps, layer.vector[DELTA_CONV].get(), first, count, out);
@@ -304,21 +307,27 @@ class Decoder final : public Model {
     }
   }
 
-  // The inputs of the row's last tokens, for its next ones.
+  // The inputs of the row's last tokens, for its next ones. Where it verifies, of each token's: those behind its first
+  // may overwrite what the others find, so they come last.
   void keep_past(const Layer& layer, const Span& row) {
+    if (!row.behind) return keep_past(layer, row, row.count, row.state);
+    for (int64_t count = row.count; count > 0; --count) keep_past(layer, row, count, row.behind[count - 1]);
+  }
+
+  void keep_past(const Layer& layer, const Span& row, int64_t count, int64_t place) {
     const int64_t kept = delta_.kernel - 1, size = delta_.channels();
-    T* past = past_of(layer, row);
+    T *past = past_at(layer, row.state), *to = past_at(layer, place);
     for (int64_t i = 0; i < kept; ++i) {
-      const int64_t from = row.count - kept + i;
-      std::memcpy(past + i * size, from < 0 ? past + (kept + from) * size : inputs_.get() + (row.token + from) * size,
+      const int64_t from = count - kept + i;
+      std::memcpy(to + i * size, from < 0 ? past + (kept + from) * size : inputs_.get() + (row.token + from) * size,
                   size * sizeof(T));
     }
   }
 
-  T* past_of(const Layer& layer, const Span& row) const { return static_cast<T*>(layer.past) + row.slot * delta_.past(); }
+  T* past_at(const Layer& layer, int64_t place) const { return static_cast<T*>(layer.past) + place * delta_.past(); }
 
-  float* state_of(const Layer& layer, const Span& row, int64_t head) const {
-    return layer.states + (row.slot * delta_.value_heads + head) * delta_.state();
+  DeltaPlaces places_of(const Layer& layer, const Span& row, int64_t head) const {
+    return {layer.states + head * delta_.state(), delta_.value_heads * delta_.state(), row.state, row.behind};
   }
 
   void recur(const Layer& layer, const Span& row, int64_t head, int64_t column, float* block) {
@@ -330,7 +339,9 @@ class Decoder final : public Model {
                              std::min(COLUMNS, s.value_dim - column), convolved + key, convolved + s.keys() + key,
                              convolved + 2 * s.keys() + value, strength + s.value_heads, strength,
                              recalled_.get() + row.token * s.values() + value};
-    penstock::recur(s, state_of(layer, row, head) + column, block, tokens);
+    DeltaPlaces places = places_of(layer, row, head);
+    places.states += column;
+    penstock::recur(s, places, block, tokens);
   }
 
   // norm(recalled) * silu(z), each head by itself; this norm is never centred.
@@ -362,7 +373,9 @@ class Decoder final : public Model {
       const int64_t slot = step.slots[row], start = step.starts[row], length = step.lengths[row];
       const int32_t* first = step.tokens + slot * step.tokens_stride + start;
       token_ids_.insert(token_ids_.end(), first, first + length);
-      const Span whole{step.tables + slot * step.tables_stride, start, tokens_, length, 0, 0, slot};
+      const int64_t* behind = step.behind && step.behind[tokens_] >= 0 ? step.behind + tokens_ : nullptr;
+      const Span whole{step.tables + slot * step.tables_stride, start, tokens_, length, 0, 0,
+                       step.places ? step.places[row] : 0, behind};
       rows_.push_back(whole);
       cut(whole, WRITTEN_TOKENS, written_);
       cut(whole, heads_.block_tokens(), attended_spans_);
@@ -385,7 +398,8 @@ class Decoder final : public Model {
   static void cut(const Span& whole, int64_t size, std::vector<Span>& spans) {
     for (int64_t i = 0; i < whole.count; i += size) {
       const int64_t count = std::min(size, whole.count - i);
-      spans.push_back({whole.table, whole.position + i, whole.token + i, count, i, whole.count - i - count, whole.slot});
+      spans.push_back({whole.table, whole.position + i, whole.token + i, count, i, whole.count - i - count, whole.state,
+                       whole.behind});
     }
   }
 
@@ -682,8 +696,8 @@ void penstock_set_cache(Model* model, int64_t layer, void* keys, void* values, i
   model->layers[layer].window = window;
 }
 
-// What a delta net's layer keeps of each slot: states [slots][value_heads][key_dim][value_dim], and of the element type
-// past [slots][kernel - 1][channels]. Borrowed.
+// What a delta net's layer keeps at each place: states [places][value_heads][key_dim][value_dim], and of the element type
+// past [places][kernel - 1][channels]. Borrowed.
 void penstock_set_states(Model* model, int64_t layer, float* states, void* past) {
   model->layers[layer].states = states;
   model->layers[layer].past = past;

@@ -8,7 +8,7 @@ import ctypes
 import platform
 import weakref
 from collections.abc import Mapping, Sequence
-from ctypes import CFUNCTYPE, POINTER, byref, c_char_p, c_float, c_int32, c_int64, c_void_p
+from ctypes import CFUNCTYPE, POINTER, Array, byref, c_char_p, c_float, c_int32, c_int64, c_void_p
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -106,6 +106,8 @@ class Step(ctypes.Structure):
         ("tables_stride", c_int64),
         ("tokens", c_void_p),
         ("tables", c_void_p),
+        ("places", POINTER(c_int64)),
+        ("behind", POINTER(c_int64)),
     )
 
 
@@ -361,9 +363,9 @@ class NativeDecoder:
         """Why this network does not compute the model, whatever its sizes; None where it does."""
         return lacking(config, IMPLEMENTED)
 
-    def attach(self, cache: KVCache, slots: int = 0) -> NativeDecoder:
+    def attach(self, cache: KVCache, slots: int = 0, windows: int = 0) -> NativeDecoder:
         """This decoder, with `cache` for its keys and values, which have the native order within a page
-        (attention.h), and with states of so many slots, if it has any."""
+        (attention.h), and with states of so many slots, and windows for drafts, if it has any."""
         for layer, window, keys, values in zip(
             self._attending, self._config.windows, cache.keys, cache.values, strict=True
         ):
@@ -372,7 +374,7 @@ class NativeDecoder:
             )
         self._pages = (*cache.keys, *cache.values)
         if self._config.deltas:
-            self.states = States(StateGeometry.of(self._config, self._dtype), slots)
+            self.states = States(StateGeometry.of(self._config, self._dtype), slots, windows=windows)
             others = (layer for layer in range(len(self._config.layers)) if layer not in self._attending)
             for layer, heads, inputs in zip(others, self.states.heads, self.states.inputs, strict=True):
                 self._library.penstock_set_states(self._model, layer, heads.data_ptr(), inputs.data_ptr())
@@ -381,8 +383,6 @@ class NativeDecoder:
     def forward(self, batch: PackedBatch) -> Tensor:
         """Store the tokens' keys and values -> final hidden states [T, hidden], normed."""
         plan, slots = batch.plan, batch.slots
-        if self.states is not None:
-            self.states.begin(batch.rows)
         column = c_int64 * len(plan.slots)
         step = Step(
             rows=len(plan.slots),
@@ -394,11 +394,26 @@ class NativeDecoder:
             tokens=slots.tokens.data_ptr(),
             tables=slots.page_table.data_ptr(),
         )
+        if self.states is not None:
+            self.states.begin(batch.rows)
+            step.places = column(*[self.states.at[slot] for slot in plan.slots])
+            step.behind = self._behind(batch, self.states)
         hidden = torch.empty(batch.tokens, self._config.hidden_size, dtype=self._dtype)
         self._library.penstock_forward(self._model, byref(step), hidden.data_ptr())
         if self._summing.failure is not None:
             raise self._summing.failure
         return hidden
+
+    @staticmethod
+    def _behind(batch: PackedBatch, states: States) -> Array[c_int64] | None:
+        """Where the rows that verify leave the state behind each of their tokens; None without such rows."""
+        windows = states.open(batch.verifying)
+        if not windows:
+            return None
+        behind = [-1] * batch.tokens
+        for row in batch.verifying:
+            behind[row.offset : row.offset + row.length] = windows[row.slot]
+        return (c_int64 * batch.tokens)(*behind)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states [S, hidden] -> logits [S, vocab] float32, in memory that the next call overwrites.
