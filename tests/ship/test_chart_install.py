@@ -199,7 +199,8 @@ def test_gateways_know_how_many_they_are_and_refuse_a_limit_from_a_secret() -> N
     def of(*values: str) -> dict[str, Any]:
         return toml(render("", NEWEST, *values))
 
-    keys = {"PENSTOCK_GATEWAY_KEYS": f'[{{ id = "k", hash = "sha256:{"0" * 64}", tenant = "default", %s }}]'}
+    hash_ = f"sha256:{0:064}"
+    keys = {"PENSTOCK_GATEWAY_KEYS": f'[{{ id = "k", hash = "{hash_}", tenant = "default"%s }}]'}
     secret = {name: text % ", limits = { concurrent = 1 }" for name, text in keys.items()}
     with pytest.raises(ConfigError, match=r"keys\.k\.limits: 2 gateways cannot count it together"):
         load(of(), secret)
