@@ -95,6 +95,13 @@ class SamplingParams(msgspec.Struct, array_like=True, frozen=True):
     prompt_logprobs: int | None = None
     """The same for each prompt token but the first. Until they are sent, such a sequence takes nothing from
     the prefix cache, because cached positions are not computed and so have no logits."""
+    vector_len: int = 0
+    """The numbers of the prompt's vector, where that is asked for; 0: it is not. Then `max_tokens` is 0. Such
+    a sequence takes nothing from the prefix cache and leaves nothing there: its vector may be of all
+    tokens."""
+    scored: bytes = b""
+    """Token ids, packed, whose log-probabilities behind the prompt are asked for; b"": none are. Then
+    `max_tokens` is 0: nothing is sampled."""
 
     @property
     def needs_history(self) -> bool:
@@ -125,11 +132,13 @@ class AddPrompt(msgspec.Struct, array_like=True, frozen=True):
     """The sequences of one prompt."""
 
     ids: bytes
-    """Its token ids, packed (`engine.contract.packing`)."""
+    """Its token ids, packed (`engine.contract.packing`), behind those that all prompts share."""
     max_tokens: int
     min_tokens: int
     seeds: list[int]
     """The seed of each sequence."""
+    scored: bytes = b""
+    """The tokens that are scored behind this prompt (`SamplingParams.scored`)."""
 
 
 class AddRequest(msgspec.Struct, array_like=True, frozen=True, tag="add"):
@@ -160,6 +169,11 @@ class AddRequest(msgspec.Struct, array_like=True, frozen=True, tag="add"):
     has_next_turn: bool = False
     """True if a prompt that goes on from the answer is likely to come within seconds, as when the tool that
     it calls has run."""
+    prediction: bytes = b""
+    """The tokens, packed, that each answer is expected to have; empty: nothing is."""
+    shared: bytes = b""
+    """Token ids, packed, with which all prompts begin. What follows them is each prompt's alone: others find
+    the pages of these, and of nothing behind them. b"": the prompts share nothing that is known."""
 
 
 class AbortSequences(msgspec.Struct, array_like=True, frozen=True, tag="abort"):
@@ -256,7 +270,18 @@ class RunnerInfo(msgspec.Struct, array_like=True, frozen=True):
     state_copy_s: float = 0.0
     """Time to copy a state to its place or back, measured while warming up, in seconds; 0.0: not measured."""
     drafts_max: int = 0
-    """The most drafts that a row can verify, with the same tokens as without, to the bit; 0: none."""
+    """The most drafts that a row can verify, with the same tokens as without; 0: none. By a CPU they are the
+    same to the bit, by a GPU as far as in any other batch (`engine.runtime.device.device_runner`)."""
+    drafts_together: int = 0
+    """The most drafts of a step, over all rows; 0: as many as there is room for tokens."""
+    verify_shapes: list[int] = []
+    """The numbers of tokens to one of which a step without prompts in which rows verify drafts is padded,
+    ascending. A step of more tokens is not padded."""
+    vector_len: int = 0
+    """The numbers of the vector that it makes of a prompt (`engine.contract.embedders`); 0: it makes none."""
+    state_windows: int = 0
+    """The most drafts of all rows of a step, of a model that has states: each takes a state beside those of
+    slots until the next step."""
 
 
 class CoreReady(msgspec.Struct, array_like=True, frozen=True, tag="ready"):
@@ -329,6 +354,8 @@ class Finished(msgspec.Struct, array_like=True, frozen=True):
     """Drafts of its tokens that steps verified, or were verifying at its end."""
     accepted: int = 0
     """The part of them that were right."""
+    mispredicted: int = 0
+    """The part of them that were wrong and its caller's, who is charged for them (`StepOutput.predicted`)."""
 
 
 class DiskCounts(msgspec.Struct, array_like=True, frozen=True):
@@ -456,6 +483,15 @@ class StepOutput(msgspec.Struct, array_like=True, frozen=True, tag="step"):
     moved: list[Moved] = []
     record: StepRecord | None = None
     """The step that was committed last; None when none was since the last output."""
+    vectors: list[tuple[int, bytes]] = []
+    """Pairs of a handle and the vector of its prompt, little-endian float32. The sequence ends in the same
+    output."""
+    predicted: list[tuple[int, int, int]] = []
+    """For each sequence that verified tokens of its prediction: its handle, how many of them were right, and
+    how many were not."""
+    scores: list[tuple[int, list[float]]] = []
+    """Pairs of a handle and the log-probabilities of its `SamplingParams.scored`, in their order. The
+    sequence ends in the same output."""
 
 
 CoreOutput = CoreReady | CoreFailed | CoreProgress | Pong | StepOutput
@@ -508,6 +544,7 @@ class Plan(msgspec.Struct, array_like=True, frozen=True):
     A row that verifies computes its sequence's newest token and the drafts behind it, and samples a token
     behind each of these as if all drafts before it were known. Of these tokens count the first, and each
     whose predecessor is the draft in its place (`agreed`): the runner appends these, and forgets the others.
+    Where a model has states, the slot's is that behind the last draft that is right.
     """
 
     step: int
@@ -536,9 +573,10 @@ class Plan(msgspec.Struct, array_like=True, frozen=True):
     row that verifies has a mask for each of its tokens."""
     drafts: list[list[int]] = []
     """For each row that verifies, in order, the tokens that are likely to follow, at least one."""
-    saved: list[tuple[int, int]] = []
-    """Pairs (slot, place): copy the state that the slot has before this plan to the place. The slot may have
-    been left, and seated again."""
+    saved: list[tuple[int, int, int]] = []
+    """Triples (slot, place, back): copy the state that the slot has before this plan to the place. The slot
+    may have been left, and seated again. With `back` the state is the one so many tokens before, of those
+    that the slot passed by drafts in the plan before this one."""
     restored: list[tuple[int, int]] = []
     """Pairs (place, slot): copy the state in the place to the slot, after all copies out of slots."""
 
@@ -559,6 +597,12 @@ class RunResult(msgspec.Struct, array_like=True, frozen=True):
     prompt_logprobs: list[tuple[int, list[TokenLogprobs]]]
     """For each slot that asked: the slot, and for each prompt position computed in this step the
     log-probabilities of the prompt token that follows it. The prompt's last position has no follower."""
+    vectors: list[tuple[int, bytes]] = []
+    """For each slot that asked and whose prompt was completed in this step: the slot, and the prompt's
+    vector, `vector_len` numbers as little-endian float32; b"" where they are not finite."""
+    scores: list[tuple[int, list[float]]] = []
+    """For each slot that asked and whose prompt was completed in this step: the slot, and the
+    log-probabilities of its `SamplingParams.scored`; NaN where the logits were not finite."""
 
 
 NUMERIC_FAILURE = -1

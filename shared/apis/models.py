@@ -11,6 +11,9 @@ from typing import Final, Literal, Self
 
 from msgspec import UNSET, Struct, UnsetType
 
+from shared.apis.embeddings import EmbeddingsRequest
+from shared.apis.generation import GenerationRequest
+from shared.wire.errors import PathNotServed
 from shared.wire.room import Room
 
 _CREATED_END: Final = 253_402_300_800
@@ -30,6 +33,17 @@ class Capabilities(Struct, frozen=True):
     """True if answers can be held to a schema."""
     effort: bool = False
     """True if its chat template reads `reasoning_effort`."""
+    embeddings: bool = False
+    """True if it makes vectors of texts."""
+    generation: bool = True
+    """True if it generates."""
+
+    def check(self, request: GenerationRequest) -> None:
+        """Raises PathNotServed for a request of an API that the model does not serve."""
+        if request.answers and not self.generation:
+            raise PathNotServed(f"This model makes vectors of texts, at {EmbeddingsRequest.path}, alone.")
+        if not (request.answers or self.embeddings):
+            raise PathNotServed("This model computes no embeddings.")
 
 
 class Model(Struct, kw_only=True):

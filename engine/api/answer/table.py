@@ -10,12 +10,14 @@ from msgspec import Raw, Struct
 
 from engine.api.answer.chat import ChatEncoder
 from engine.api.answer.completions import CompletionEncoder
+from engine.api.answer.embeddings import EmbeddingsEncoder
 from engine.api.answer.encoder import Answered, AnswerEncoder, Heading, Repeated, Vocabulary
 from engine.api.answer.messages import MessagesEncoder
 from engine.api.answer.responses import ResponsesEncoder, failing_of
 from shared.apis import message_answers
 from shared.apis.chat import ChatRequest
 from shared.apis.completions import CompletionRequest
+from shared.apis.embeddings import EmbeddingsRequest
 from shared.apis.generation import GenerationRequest
 from shared.apis.messages import MessagesRequest
 from shared.apis.models import VERSION_HEADER
@@ -60,6 +62,7 @@ ANSWERS: Final[Mapping[type[GenerationRequest], AnswerApi]] = {
     ResponsesRequest: AnswerApi(
         "resp_", ResponsesEncoder, opens_early=True, repeats=repeated, failing=failing_of
     ),
+    EmbeddingsRequest: AnswerApi("embd-", EmbeddingsEncoder),
     MessagesRequest: AnswerApi(
         "msg_",
         MessagesEncoder,

@@ -25,11 +25,14 @@ from engine.api.ask.admission import (
     check_fields,
     out_of_vocab,
     plan_choices,
+    plan_vectors,
     prompts_of,
     service_class,
     stop_ids,
     stop_tokens,
     trusted_ids,
+    trusted_prediction,
+    vectors_len,
 )
 from engine.api.ask.echo import echoed
 from engine.api.ask.engine_state import EngineState
@@ -38,15 +41,17 @@ from engine.api.ask.model import ServedModel
 from engine.api.ask.prompt_packing import pack
 from engine.api.core.client import Share
 from engine.contract.messages import AddPrompt
+from shared.apis.embeddings import EmbeddingsRequest
 from shared.apis.generation import GenerationRequest
 from shared.apis.holding import Holding, weigh, weigh_long
+from shared.apis.prediction import PREDICTION
 from shared.apis.prompt import PromptForm, TextPrompt
 from shared.apis.request import Request
 from shared.apis.tools import ToolMode
 from shared.apis.validation import INLINE_LEN_MAX, Parsed, parse, parse_slices
 from shared.fairness.fair_threads import Slices
 from shared.process.clock import Clock
-from shared.text.prompts import prompt_slices
+from shared.text.prompts import prompt_slices, text_slices
 from shared.wire.errors import ApiError, QueueTimeout, RequestTimeout
 from shared.wire.ids import (
     FIRST_TOKEN_TIMEOUT_HEADER,
@@ -167,8 +172,12 @@ class CheckedRequest:
     echoes: Sequence[Echo] | None
     repeated: Repeated | None
     """The fields of the request that the answer repeats. None where it repeats nothing."""
+    in_base64: bool
+    """True if vectors are told in base64."""
+    prediction: bytes | None
+    """The tokens, packed, that its caller expects each answer to have. None where it predicts nothing."""
     answer_len: int
-    """The most bytes that the answer holds at any time."""
+    """The most bytes that the answer holds at any time, and the core of what is predicted of it."""
 
 
 async def read(state: EngineState, exchange: EngineExchange, kind: type[S], holding: Holding) -> Parsed[S]:
@@ -202,6 +211,7 @@ async def ask(
     tenant = exchange.tenant
     parsed = await read(state, exchange, kind, holding)
     exchange.streams = bool(parsed.request.stream)
+    model.capabilities.check(parsed.request)
     parsed.require_supported()
     with exchange.enter("tokenize"):
         request = parsed.request
@@ -209,8 +219,9 @@ async def ask(
         prompt = request.prompt_form
         prompts, packed = await _prompt_ids(state, tenant, model, request, prompt, limits)
         stops = stop_ids(request, model.eos_ids, model.special_ids)
-        choices = plan_choices(request, prompts, limits, stops, model.sampling)
+        choices = _choices(request, prompts, limits, stops, model)
         echoes = await _echoes(state, tenant, model, request, prompt, prompts)
+        prediction = await _prediction(state, tenant, model, request, limits)
     form = await state.forms.of(model, exchange, parsed, prompt, prompts[0])
     api = ANSWERS[type(request)]
     repeated = None if api.repeats is None else api.repeats(request, parsed.fields)
@@ -236,8 +247,28 @@ async def ask(
         prompts=prompts_of(choices, packed, request.n or 1),
         echoes=echoes,
         repeated=repeated,
-        answer_len=answer_len(request, choices) + form.held_len + repeated_len,
+        in_base64=isinstance(request, EmbeddingsRequest) and request.encoding_format == "base64",
+        prediction=prediction,
+        answer_len=_held_len(request, choices) + form.held_len + repeated_len + len(prediction or b""),
     )
+
+
+def _choices(
+    request: GenerationRequest,
+    prompts: list[list[int]],
+    limits: Limits,
+    stops: frozenset[int],
+    model: ServedModel,
+) -> list[Choice]:
+    """The sequences of a request. Raises what `plan_choices` does."""
+    if isinstance(request, EmbeddingsRequest):
+        assert model.embedder is not None
+        return plan_vectors(request, prompts, limits, model.embedder)
+    return plan_choices(request, prompts, limits, stops, model.sampling)
+
+
+def _held_len(request: GenerationRequest, choices: Sequence[Choice]) -> int:
+    return answer_len(request, choices) if request.answers else vectors_len(choices)
 
 
 async def _prompt_ids(
@@ -255,6 +286,9 @@ async def _prompt_ids(
         return await state.threads.run(tenant, prompt_slices(model.tokenizer, prompt, limits.room))
 
     trusted = trusted_ids(request, model.tokenizer.hash, prompt.count())
+    if isinstance(prompt, TextPrompt) and prompt.cut is not None:
+        most = limits.room.prompt_most  # the gateway may not have known it
+        trusted = None if trusted is None or max(map(len, trusted)) > most else trusted
     ids = await make() if trusted is None else trusted
     n = request.n or 1
     # a request that finds no room costs nothing more
@@ -266,6 +300,25 @@ async def _prompt_ids(
     if packed is None:
         raise out_of_vocab(request.prompt_param, limits.vocab_size)
     return ids, packed
+
+
+async def _prediction(
+    state: EngineState, tenant: str, model: ServedModel, request: GenerationRequest, limits: Limits
+) -> bytes | None:
+    """The tokens, packed, of what the caller predicts: the gateway's where they can be trusted, else made
+    here. None where it predicts nothing. Raises InvalidRequest."""
+    if (text := request.predicted_text) is None:
+        return None
+    packed = None
+    if (ids := trusted_prediction(request, model.tokenizer.hash)) is not None:
+        packed = await pack([ids], limits.vocab_size, state.threads, tenant)
+    if packed is None:
+        work = text_slices(model.tokenizer, text, None, PREDICTION, add_special_tokens=False)
+        ids = await state.threads.run(tenant, work)
+        packed = await pack([ids], limits.vocab_size, state.threads, tenant)
+    if packed is None:
+        raise out_of_vocab(PREDICTION, limits.vocab_size)
+    return packed[0]
 
 
 async def _echoes(

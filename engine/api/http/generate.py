@@ -31,7 +31,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Final
 
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from engine.api.answer.detokenizer import Detokenizer, PartsDetokenizer
 from engine.api.answer.encoder import Answered, AnswerEncoder, Heading
@@ -98,6 +98,8 @@ class Generation:
     """True once the events of a stream were written that come before any of its answer."""
     _is_silent = True
     """True if no event was written since the keep-alives' timer went off last."""
+    _predicts: bool
+    """True if the caller predicts its answers."""
     _beats: Timer | None = None
     """That timer. None where the stream has none."""
 
@@ -117,10 +119,10 @@ class Generation:
         self._streams = asked.streams
         self._api = asked.api
         self._is_open = not asked.api.opens_early
-        self._n = asked.n
-        self._share = asked.share
+        self._n, self._share = asked.n, asked.share
         self._prompts, self._sampling = asked.prompts, asked.choices[0].sampling
         self._grammar, self._grammar_kind = asked.form.grammar, asked.form.kind
+        self._prediction, self._predicts = asked.prediction or b"", asked.prediction is not None
         reading = asked.form.reading
         self._reads = reading is not None
         """True if its answers have parts of several kinds."""
@@ -144,6 +146,8 @@ class Generation:
             room=room,
         )
         self._stops = StopStrings(asked.stop_strings) if asked.stop_strings else None
+        self._no_text = Detokenizer(model.tokenizer.decode_stream([]))
+        """That of sequences of which nothing is sampled, however many."""
         self._outputs = [self._choice_output(asked, model, index) for index in range(len(asked.choices))]
         self._encoder = self._make_encoder(asked, model)
         if asked.api.failing is not None:
@@ -160,6 +164,7 @@ class Generation:
             with self._deadlines.watch(self._expire, self._is_waiting):
                 prompts, self._prompts = self._prompts, []
                 grammar, self._grammar = self._grammar, ""
+                prediction, self._prediction = self._prediction, b""
                 self._handles = self._state.core.submit(
                     self._exchange.request_id,
                     prompts,
@@ -169,8 +174,9 @@ class Generation:
                     self._deadlines.first_token_left_s,
                     self._bearer,
                     grammar,
+                    prediction,
                 )
-                del prompts, grammar
+                del prompts, grammar, prediction
                 self._exchange.tally = self._tally(submitted_at)
                 if not self._streams:
                     self._exchange.tell_load()
@@ -408,10 +414,11 @@ class Generation:
     def _tally(self, now: float) -> Tally:
         timings = [output.timing(now) for output in self._outputs]
         last = max(timings, key=lambda timing: timing.life_s)
+        mispredicted = sum(output.mispredicted for output in self._outputs) if self._predicts else 0
         return Tally(
             sequences=len(self._outputs),
             prompt_tokens=self._prompt_tokens(),
-            completion_tokens=sum(output.completion_tokens for output in self._outputs),
+            completion_tokens=mispredicted + sum(output.completion_tokens for output in self._outputs),
             cached_tokens=sum(output.cached_len for output in self._outputs[:: self._n]),
             host_tokens=sum(output.host_len for output in self._outputs[:: self._n]),
             disk_tokens=sum(output.disk_len for output in self._outputs[:: self._n]),
@@ -419,6 +426,8 @@ class Generation:
             calls=sum(output.calls for output in self._outputs) if self._reads else 0,
             drafted=sum(output.drafted for output in self._outputs),
             accepted=sum(output.accepted for output in self._outputs),
+            predicted=sum(output.predicted for output in self._outputs) if self._predicts else 0,
+            mispredicted=mispredicted,
             masks_s=sum(output.grammar_s for output in self._outputs) if self._grammar_kind else None,
             timing=replace(
                 last,
@@ -457,18 +466,27 @@ class Generation:
             tally.completion_tokens,
             tally.prompt_tokens + tally.completion_tokens,
             PromptTokensDetails(tally.cached_tokens),
-            CompletionTokensDetails(tally.reasoning_tokens) if self._reasons else UNSET,
+            self._details(tally),
         )
+
+    def _details(self, tally: Tally) -> CompletionTokensDetails | UnsetType:
+        """The parts of the completion's tokens, where it may have several."""
+        if self._predicts:
+            return CompletionTokensDetails(tally.reasoning_tokens, tally.predicted, tally.mispredicted)
+        return CompletionTokensDetails(tally.reasoning_tokens) if self._reasons else UNSET
 
     # -- making -----------------------------------------------------------------------------------
 
     def _choice_output(self, asked: CheckedRequest, model: ServedModel, index: int) -> ChoiceOutput:
         choice, core = asked.choices[index], self._state.core
-        decoder = model.tokenizer.decode_stream(choice.prompt_ids)
         reading, min_tokens = asked.form.reading, choice.sampling.min_tokens
-        if reading is None:
+        if choice.sampling.vector_len:
+            detokenizer = self._no_text
+        elif reading is None:
+            decoder = model.tokenizer.decode_stream(choice.prompt_ids)
             detokenizer = Detokenizer(decoder, self._stops, min_tokens)
         else:
+            decoder = model.tokenizer.decode_stream(choice.prompt_ids)
             detokenizer = PartsDetokenizer(decoder, reading.machine(), self._stops, min_tokens)
         return ChoiceOutput(
             index,
@@ -499,6 +517,8 @@ class Generation:
         scored = [self._outputs[index - index % asked.n] for index in range(len(asked.choices))]
         echoes = [asked.echoes[choice.prompt_index] if asked.echoes else None for choice in asked.choices]
         answered = Answered(scored, prompts, echoes, asked.stop_tokens, asked.is_cut_by_context)
+        if asked.choices[0].sampling.vector_len:
+            answered = replace(answered, in_base64=asked.in_base64)
         if asked.repeated is not None:
             answered = replace(
                 answered,

@@ -7,7 +7,8 @@ Rules
 
 1. What drafts add to a step keeps to the gap target of the classes that stream in it, or, where that cannot
    be kept without drafts either, to the share `LATE_SHARE` of the step: streams that draft nothing see that
-   gap, too. They take `TOKENS_SHARE` of the tokens that decodes leave at most: the others are for prompts.
+   gap, too. Where prompts wait it is a part of their time, by the rule of `engine.core.estimate.pace`. They
+   take `TOKENS_SHARE` of the tokens that decodes leave at most: the others are for prompts.
 2. No sequence is preempted for drafts, and no page is taken that a running one may lack next.
 3. A sequence drafts what stands behind its newest token. So it does where nothing of it is in flight, and
    sits out the plans that are made while its drafts are verified (`Hold.DRAFTS`): it is not known where they
@@ -19,7 +20,9 @@ Rules
 4. A look costs some 5 us of the core's thread, and to read a token 0.5 us, of which `READ_MAX` are read in a
    plan at most. Those whose looks find nothing are looked at more rarely (`Drafts.pause`), and so are those
    for which not even right drafts would pay.
-5. The indexes of all sequences take `ROOM` bytes at most. Those that come when it is used up draft nothing.
+5. Of a model that has states, each draft of a step takes one of `RunnerInfo.state_windows`; of others, a
+   runner may have room for so many (`RunnerInfo.drafts_together`).
+6. The indexes of all sequences take `ROOM` bytes at most. Those that come when it is used up draft nothing.
 """
 
 from __future__ import annotations
@@ -28,9 +31,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from engine.contract.messages import RunnerInfo
+from engine.contract.messages import RunnerInfo, agreed
 from engine.core.drafts.drafter import Drafts, NGramDrafts, Proposal
+from engine.core.drafts.prediction import PredictionDrafts
 from engine.core.drafts.price import Offer, lengths_that_pay
+from engine.core.estimate import pace
 from engine.core.estimate.cost import CostLearner, Work
 from engine.core.scheduler_config import SchedulerConfig
 from engine.core.sequence import Sequence
@@ -48,14 +53,20 @@ LOOK_AGAIN: Final = 8
 """The tokens that pass until the next look where drafts do not pay."""
 
 
-def ngram_drafter(sequence: Sequence) -> Drafts:
+def drafter_for(sequence: Sequence) -> Drafts:
+    """The drafter of a sequence."""
     params = sequence.sampling
-    return NGramDrafts(sequence.prompt_len + params.max_tokens, params.stop_token_ids)
+    lens = sequence.prompt_len, sequence.prompt_len + params.max_tokens
+    if sequence.prediction:
+        return PredictionDrafts(sequence.prediction, *lens, params.stop_token_ids)
+    return NGramDrafts(lens[1], params.stop_token_ids)
 
 
-def spare_tokens(tokens_left: int, decodes: int) -> int:
-    """The drafts that a step has room for: the rest is for prompts (rule 1)."""
-    return int(TOKENS_SHARE * (tokens_left - decodes))
+def _foreseen(tokens: list[int], draft: Proposal) -> Proposal:
+    """The drafts behind which masks are known: the beginning of what was drafted, and what the grammar forces
+    behind it."""
+    known = draft.tokens[: min(draft.predicted, len(tokens))]
+    return draft._replace(tokens=tokens, predicted=agreed(known, tokens))
 
 
 def _pause(sequence: Sequence, tokens: int) -> None:
@@ -78,14 +89,21 @@ class Drafting:
     """Drafts of a row at most."""
     room: int = ROOM
     """Bytes that further indexes may take."""
-    drafter_of: Callable[[Sequence], Drafts] = ngram_drafter
+    drafter_of: Callable[[Sequence], Drafts] = drafter_for
 
     def add(
-        self, builder: PlanBuilder, decodes: dict[int, Sequence], due: list[Sequence], now: float
+        self,
+        builder: PlanBuilder,
+        decodes: dict[int, Sequence],
+        due: list[Sequence],
+        now: float,
+        *,
+        beside_prompts: bool,
     ) -> None:
-        """Add rows for the decodes, by slot, of which those in `due` are to be looked at for drafts."""
-        looks = self._looked_at(due, spare_tokens(builder.tokens_left, len(decodes)))
-        drafts = self._chosen(looks, builder, decodes, now) if looks else {}
+        """Add rows for the decodes, by slot, of which those in `due` are to be looked at for drafts.
+        `beside_prompts`: prompts may have a part of the step."""
+        looks = self._looked_at(due, self.spare_drafts(builder.tokens_left, len(decodes)))
+        drafts = self._chosen(looks, builder, decodes, now, beside_prompts) if looks else {}
         if not drafts:
             builder.add_decodes(decodes)
             return
@@ -101,7 +119,7 @@ class Drafting:
         sequence.draft = None
         if sequence.looks_from <= sequence.computed_len:
             sequence.draft = drafter.look(sequence.tokens, most, READ_MAX)
-            if sequence.draft is None and drafter.read_len == len(sequence.tokens):
+            if sequence.draft is None and drafter.has_read:
                 sequence.looks_from = sequence.computed_len + drafter.pause
         return [] if sequence.draft is None else sequence.draft.tokens
 
@@ -126,15 +144,14 @@ class Drafting:
                 continue
             if sequence.mask:
                 own = [*sequence.foreseen[:most]]
-                known = sequence.draft or drafter.forced()
-                found.append((sequence, known._replace(tokens=own)))
+                found.append((sequence, _foreseen(own, sequence.draft or drafter.forced())))
                 continue
             read_len = drafter.read_len
             draft = drafter.look(sequence.tokens, most, to_read)
             to_read -= drafter.read_len - read_len
             if draft is not None:
                 found.append((sequence, draft))
-            elif drafter.read_len == len(sequence.tokens):
+            elif drafter.has_read:
                 sequence.drafts_from = computed_len + drafter.pause
         return found
 
@@ -154,6 +171,7 @@ class Drafting:
         builder: PlanBuilder,
         decodes: Mapping[int, Sequence],
         now: float,
+        beside_prompts: bool,
     ) -> dict[int, list[int]]:
         """The drafts that pay of those that were found, by slot, as far as there are pages for them."""
         cost, rows = self.learner.known, len(decodes)
@@ -165,8 +183,9 @@ class Drafting:
             Offer(draft.chance, len(draft.tokens), max(draft_s, least_s), draft.is_probe)
             for (_, draft), draft_s in zip(looks, drafts_s, strict=True)
         ]
-        spare = spare_tokens(builder.tokens_left, rows)
-        lengths = lengths_that_pay(offers, rows, step_s, self.spare_s(decodes, step_s), spare)
+        spare = self.spare_drafts(builder.tokens_left, rows)
+        spare_s = self.spare_s(decodes, step_s, beside_prompts=beside_prompts)
+        lengths = lengths_that_pay(offers, rows, step_s, spare_s, spare)
         drafts: dict[int, list[int]] = {}
         for (sequence, draft), offer, length in zip(looks, offers, lengths, strict=True):
             drafter, slot = sequence.drafter, sequence.slot
@@ -182,9 +201,18 @@ class Drafting:
                 drafts[slot] = draft.tokens[:fit]
         return drafts
 
-    def spare_s(self, decodes: Mapping[int, Sequence], step_s: float) -> float:
+    def spare_drafts(self, tokens_left: int, decodes: int) -> int:
+        """The drafts that a step has room for: of what the decodes leave the rest is for prompts (rule 1)."""
+        spare = int(TOKENS_SHARE * (tokens_left - decodes))
+        if self.runner.state_bytes:
+            return min(spare, self.runner.state_windows)
+        return min(spare, self.runner.drafts_together or spare)
+
+    def spare_s(self, decodes: Mapping[int, Sequence], step_s: float, *, beside_prompts: bool) -> float:
         """The time by which drafts may make a step longer (rule 1)."""
-        targets = self.config.gap_targets_s
+        targets, error = self.config.gap_targets_s, self.learner.error
         target_s = min(targets[sequence.service_class] for sequence in decodes.values())
-        spare_s = target_s / (1.0 + self.learner.error) - step_s
+        if beside_prompts:
+            return pace.drafts_s(target_s, step_s, self.config.prompt_share, error)
+        spare_s = target_s / (1.0 + error) - step_s
         return spare_s if spare_s > 0.0 else LATE_SHARE * step_s

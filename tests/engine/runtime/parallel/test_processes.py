@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -49,7 +50,8 @@ def assert_failed(process: Service, http: httpx.Client, reason: str) -> None:
 def test_it_serves_and_tells_when_a_rank_is_killed(short_tmp: Path) -> None:
     with engine(short_tmp, *RANKS) as process, client(process) as http:
         progress = [line["stage"] for line in process.logged("core.progress")]
-        assert "computing with torch kernels (on 2 ranks: native kernels take no shards)" in progress
+        [kernels] = [stage for stage in progress if stage.startswith("computing with")]
+        assert re.fullmatch(r"computing with native kernels \(\w+, 2 shards, 1 threads\)", kernels)
         answer = http.post("/v1/chat/completions", json=CHAT)
         assert answer.text.count("data: [DONE]") == 1
         assert len(answer.text) > 200
@@ -62,6 +64,7 @@ def test_it_serves_and_tells_when_a_rank_is_killed(short_tmp: Path) -> None:
     assert list(short_tmp.iterdir()) == []
 
 
+@pytest.mark.nightly
 def test_a_rank_that_stops_answering(short_tmp: Path) -> None:
     """It is alive, and would hold up the others for ever."""
     with engine(short_tmp, *RANKS, "--rank-timeout-s", "2") as process, client(process) as http:
@@ -95,6 +98,7 @@ def test_a_rank_that_cannot_load(short_tmp: Path, tmp_path: Path, monkeypatch: p
     assert list(short_tmp.iterdir()) == []
 
 
+@pytest.mark.nightly
 def test_ranks_end_with_the_engine(short_tmp: Path) -> None:
     with engine(short_tmp, *RANKS) as process:
         process.line("engine.ready")
