@@ -109,7 +109,11 @@ class Driver:
         life.computed = length
         return life
 
-    def step(self, rows: Sequence[tuple[int, int]]) -> RunResult:
+    def read(self, rows: Sequence[tuple[int, int]]) -> RunResult:
+        """Compute so many further tokens of each slot, and sample none."""
+        return self.step(rows, samples=False)
+
+    def step(self, rows: Sequence[tuple[int, int]], *, samples: bool = True) -> RunResult:
         """Compute so many further tokens of each slot; a row that reaches what is known samples."""
         size = self.runner.info.page_size
         grown, positions, wants = self._moved, [], []
@@ -122,7 +126,7 @@ class Driver:
                 life.pages += pages
                 grown.append((slot, pages))
             positions.append(life.computed)
-            wants.append(Want.SAMPLE if end == len(life.tokens) else Want.NOTHING)
+            wants.append(Want.SAMPLE if samples and end == len(life.tokens) else Want.NOTHING)
             life.computed = end
         slots, lengths = [slot for slot, _ in rows], [length for _, length in rows]
         copies = self._swapped_out, self._swapped_in
