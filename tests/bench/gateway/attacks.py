@@ -401,11 +401,11 @@ def _vectors() -> list[Attack]:
     """Many inputs, of which a step computes a few."""
     law, served, path = Law.SEATS, frozenset({200, 503}), EMBEDDINGS
     ids = embedding(input=[[PLAIN_ID + i] * 64 for i in range(120)])
-    texts = embedding(input=["the water in the pipe turns the wheel " * 8] * 100)
+    texts = embedding(input=["the water in the pipe turns the wheel " * 8] * 200)
     long = embedding(input=[[PLAIN_ID + i] * 2000 for i in range(20)])
     return [
         Attack("120 inputs of vectors", law, ids, path, 4, 4, statuses=served, ends=Ends.ON_CUE),
-        Attack("100 texts of vectors", law, texts, path, 4, 4, statuses=served, ends=Ends.ON_CUE),
+        Attack("200 texts of vectors", law, texts, path, 4, 4, statuses=served, ends=Ends.ON_CUE),
         Attack("20 inputs of 2,000 tokens", law, long, path, 4, 4, statuses=served, ends=Ends.ON_CUE),
     ]
 
