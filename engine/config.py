@@ -125,10 +125,6 @@ class EngineConfig(RunnerConfig):
     discipline: Literal["response-ratio", "fifo"] = "response-ratio"
     """Which of those that wait goes first: by class, tenant, length and waiting, or first come first
     served."""
-    max_drafts: Annotated[int, Meta(ge=0, le=15), Unit("tokens")] = 15
-    """The most tokens that are guessed for a stream from what its prompt and answer hold already, and
-    verified in one step with its next one. The tokens are the same; a step guesses as many as pay by its
-    learned cost. On a GPU and by torch's kernels none is. 0: none."""
     session_keep_s: Annotated[float, Meta(ge=0.0, le=3600.0)] = 30.0
     """The prefix cache keeps for this time, before all else, what a request leaves that belongs to a session
     or may call tools, so that the next turn finds it when the tool has run: half of the cache at most. 0: it

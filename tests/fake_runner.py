@@ -32,6 +32,7 @@ from engine.contract.messages import (
     Want,
     agreed,
 )
+from engine.contract.packing import unpacked
 from engine.core.grammars.masks import MatcherStanding, is_allowed
 from tests.fake_grammars import FakeMatcher
 
@@ -54,6 +55,7 @@ def runner_info(
     state_places: int = 0,
     drafts_max: int = 0,
     vector_len: int = 0,
+    state_windows: int = 0,
 ) -> RunnerInfo:
     return RunnerInfo(
         pages=pages,
@@ -72,6 +74,7 @@ def runner_info(
         state_copy_s=page_copy_s if state_places else 0.0,
         drafts_max=drafts_max,
         vector_len=vector_len,
+        state_windows=state_windows,
     )
 
 
@@ -114,6 +117,10 @@ def logprobs_of(knowledge: int, token: int, tops: int) -> TokenLogprobs:
     return TokenLogprobs(-(mixed % 1000) / 100, list(range(tops)), [-float(i) for i in range(tops)])
 
 
+def scores_of(logits: int, scored: bytes) -> list[float]:
+    return [-(hash((logits, token)) % 1000) / 100 for token in unpacked(scored)]
+
+
 @dataclass(frozen=True, slots=True)
 class Solo:
     """The output of a sequence that runs alone, without pages."""
@@ -123,6 +130,7 @@ class Solo:
     prompt_logprobs: list[TokenLogprobs]
     reason: FinishReason
     vector: bytes = b""
+    scores: list[float] = field(default_factory=list)
 
 
 def solo(prompt_ids: Sequence[int], sampling: SamplingParams, vocab_size: int, grammar: str = "") -> Solo:
@@ -136,6 +144,7 @@ def solo(prompt_ids: Sequence[int], sampling: SamplingParams, vocab_size: int, g
     if sampling.prompt_logprobs is not None:
         for position, follower in enumerate(prompt_ids[1:]):
             answer.prompt_logprobs.append(logprobs_of(kv[position], follower, sampling.prompt_logprobs))
+    answer.scores.extend(scores_of(logits_of(kv), sampling.scored))
     matcher = FakeMatcher(grammar, vocab_size) if grammar else None
     while len(answer.tokens) < sampling.max_tokens:
         if matcher is not None and (end := _end(matcher, sampling)) is not None:
@@ -210,6 +219,8 @@ class FakeRunner:
         self._host_store = array("q", bytes(8 * info.host_pages * info.page_size))
         self._states = [(-1, 0)] * info.slots
         """Of each slot's state the number of tokens in it, and the last one's number."""
+        self._passed: dict[int, list[tuple[int, int]]] = {}
+        """The states that slots passed by right drafts in the step before, their own last."""
         self._places = [(-1, 0)] * info.state_places
 
     def launch(self, plan: Plan) -> Pending:
@@ -220,6 +231,7 @@ class FakeRunner:
         self._change_slots(plan)
         self._swap(plan)
         self._copy_states(plan)
+        self._passed.clear()
         self._check(plan)
         result = RunResult([], [], [], [])
         wants_logprobs = False
@@ -241,6 +253,8 @@ class FakeRunner:
                     result.prompt_logprobs.append((slot, entries))
             if sampling.vector_len:
                 self._gather(state, position, length, result)
+            if sampling.scored and position + length == state.start.prompt_len:
+                result.scores.append((slot, scores_of(logits_of(self._read(state)), sampling.scored)))
             if want is Want.SAMPLE:
                 token, logprobs = self._sample(state, next(masks))
                 wants_logprobs |= logprobs is not None
@@ -262,8 +276,10 @@ class FakeRunner:
         known = len(state.tokens)
         state.tokens += drafts
         sampled: list[int] = []
+        states: list[tuple[int, int]] = []
         for at in range(len(drafts) + 1):
             self._compute(state, position + at, 1)
+            states.append(self._states[state.start.slot])
             token, logprobs = self._sampled(state, known + at, next(masks))
             sampled.append(token)
             result.tokens.append(token)
@@ -271,6 +287,8 @@ class FakeRunner:
         right = agreed(drafts, sampled)
         state.tokens[known:] = [max(token, 0) for token in sampled[: right + 1]]
         state.computed_len = known + right
+        self._states[state.start.slot] = states[right]
+        self._passed[state.start.slot] = states[: right + 1]
         return state.start.sampling.logprobs is not None
 
     def _change_slots(self, plan: Plan) -> None:
@@ -319,10 +337,12 @@ class FakeRunner:
 
     def _copy_states(self, plan: Plan) -> None:
         """Copy states out of slots, then to them; who begins without one begins anew."""
-        places = [place for _, place in plan.saved]
+        places = [place for _, place, _ in plan.saved]
         assert len(set(places)) == len(places), "two states are copied to one place"
-        for slot, place in plan.saved:
-            self._places[place] = self._states[slot]
+        for slot, place, back in plan.saved:
+            assert back < len(self._passed.get(slot, [None])), "the slot did not pass that state"
+            self._places[place] = self._passed[slot][-1 - back] if back else self._states[slot]
+            assert self._places[place][0] % self.info.page_size == 0
         for start in plan.seated:
             self._states[start.slot] = 0, START
         slots = [slot for _, slot in plan.restored]
@@ -356,6 +376,7 @@ class FakeRunner:
         decodes -= self._idle(plan)
         assert decodes == set(plan.slots[: len(decodes)]), "every decode runs in every step, and first"
         tables = Counter(page for state in self.slots.values() for page in state.table)
+        assert not self.info.state_bytes or sum(map(len, plan.drafts)) <= self.info.state_windows
         drafts = iter(plan.drafts)
         for slot, position, length, want in zip(
             plan.slots, plan.positions, plan.lengths, plan.wants, strict=True

@@ -69,6 +69,7 @@ class Life:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     vector: bytes = b""
+    scores: list[float] = field(default_factory=list)
     started: Started | None = None
     finished: Finished | None = None
     finished_at: float = 0.0
@@ -118,13 +119,13 @@ class Report:
 
     @property
     def _lacked(self) -> dict[str, list[int]]:
-        """What the cache lacked of the prompt of each choice that began, but for its last token where a token
-        follows that, by request."""
+        """What the cache lacked of the prompt of each choice that began, but for its last token where one is
+        sampled behind that, by request."""
         lacked: dict[str, list[int]] = {}
         for life in self.lives:
             if life.started is not None:
-                lacks = len(life.message.prompt_ids) - life.started.cached_len
-                lacks -= life.message.sampling.max_tokens > 0
+                is_sampled = life.message.sampling.max_tokens > 0
+                lacks = len(life.message.prompt_ids) - is_sampled - life.started.cached_len
                 lacked.setdefault(life.message.request_id, []).append(lacks)
         return lacked
 
@@ -172,6 +173,7 @@ class _Simulation:
             page_copy_s=config.page_copy_s,
             drafts_max=config.drafts_max,
             vector_len=VECTOR_LEN,
+            state_windows=config.state_windows,
         )
         self._now = 0.0
         self._held = set[int]()
@@ -387,6 +389,11 @@ class _Simulation:
         for handle, vector in output.vectors:
             assert not self._open(handle).vector
             self._lives[handle].vector = vector
+        for handle, scores in output.scores:
+            life = self._open(handle)
+            assert not life.scores, "scored twice"
+            assert handle in {finished.handle for finished in output.finished}
+            life.scores = scores
         for row, (handle, token) in enumerate(zip(output.handles, output.tokens, strict=True)):
             life = self._open(handle)
             assert life.started is not None
@@ -437,7 +444,9 @@ class _Simulation:
             assert life.tokens == alone.tokens[: len(life.tokens)]
             assert life.logprobs == alone.logprobs[: len(life.logprobs)]
             assert life.prompt_logprobs == alone.prompt_logprobs[: len(life.prompt_logprobs)]
+            assert not life.scores
             return
+        assert life.scores == alone.scores
         assert finished.reason is alone.reason
         assert life.vector == alone.vector
         assert life.tokens == alone.tokens

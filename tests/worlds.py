@@ -50,6 +50,8 @@ class SimConfig:
     page_copy_s: float = 0.001
     state_bytes: int = 0
     """Of a model that keeps a state by slot."""
+    state_windows: int = 0
+    """The drafts of a step of such a model."""
     state_places: int = 0
     disk: bool = False
     """True if what they keep is also written to a disk."""
@@ -78,6 +80,8 @@ class SimConfig:
     """The share of pauses that no resumption ends."""
     grammar_share: float = 0.15
     """The share of requests whose answers follow a grammar."""
+    scored_share: float = 0.1
+    """The share of requests that ask for log-probabilities of tokens behind prompts which begin alike."""
     session_share: float = 0.3
     """The share of requests whose pages are kept for a next turn."""
     vector_share: float = 0.1
@@ -132,6 +136,7 @@ def random_config(seed: int) -> SimConfig:
         prompt_logprobs_share=rng.random() * rng.choice([0.0, 0.3, 1.0]),
         vector_share=(0.0, 0.2, 0.0, 1.0, 0.5)[seed % 5],
         grammar_share=(0.0, 0.0, 0.3, 1.0)[seed // 2 % 4],
+        scored_share=(0.0, 0.2, 0.0, 1.0)[seed // 4 % 4],
         drafts_max=(0, 0, 3, 15)[seed // 8 % 4],
         right_share=(0.0, 0.5, 0.9, 1.0)[seed // 32 % 4],
         scheduler=SchedulerConfig(
@@ -158,6 +163,9 @@ def random_history_of_states(seed: int) -> SimConfig:
         page_copy_s=rng.choice([CHEAP_S, 0.001]),
         state_bytes=64,
         state_places=rng.choice([1, 2, 5, 40]),
+        drafts_max=(0, 3, 15)[seed % 5 % 3],
+        state_windows=(3, 15, 40)[seed // 5 % 3],
+        right_share=(0.0, 0.5, 0.9, 1.0)[seed // 15 % 4],
         slots=slots,
         prompt_len_max=max_model_len // 2,
         max_tokens_max=rng.randint(1, 16),
@@ -191,6 +199,18 @@ def draw_messages(rng: random.Random, config: SimConfig) -> list[tuple[float, Me
     return _Traffic(rng, config).messages()
 
 
+def _scored(rng: random.Random, add: AddSequence, shared: Prompt, config: SimConfig) -> AddSequence:
+    """One of the prompts that begin with the same tokens, behind which tokens are scored. Each is a request
+    of its own: it is charged for all that it computes."""
+    own = array(TOKENS, [rng.randrange(config.vocab_size) for _ in range(rng.randint(1, 9))])
+    tokens = array(TOKENS, [rng.randrange(config.vocab_size) for _ in range(rng.randint(1, 4))])
+    sampling = SamplingParams(add.sampling.seed, 0, scored=tokens.tobytes())
+    prompt = Prompt.unpacked(own.tobytes(), shared)
+    return msgspec.structs.replace(
+        add, request_id=f"{add.request_id}_{add.handle}", prompt_ids=prompt, sampling=sampling
+    )
+
+
 class _Traffic:
     def __init__(self, rng: random.Random, config: SimConfig) -> None:
         self._rng = rng
@@ -207,10 +227,14 @@ class _Traffic:
             grammar, has_next_turn = self._grammar(request), self._has_next_turn(request)
             is_pooled = random.Random(f"vector {request}").random() < config.vector_share  # of its own, too
             salt = bytes([rng.randrange(config.salts)])
+            behind = random.Random(f"scored {request}")  # of its own, as below
+            is_scored = not grammar and behind.random() < config.scored_share
             for _ in range(rng.randint(1, config.n_max)):
                 handle += 1
-                added = self._add(handle, f"req_{request}", prompt, salt, grammar, has_next_turn)
-                messages.append((now, _pooled(added) if is_pooled else added))
+                add = self._add(handle, f"req_{request}", prompt, salt, grammar, has_next_turn)
+                if is_scored and not is_pooled:
+                    add = _scored(behind, add, prompt, config)
+                messages.append((now, _pooled(add) if is_pooled else add))
                 if rng.random() < config.abort_share:
                     later = now + rng.expovariate(1 / 0.3)
                     messages += [(later, AbortSequences([handle]))] * rng.randint(1, 2)

@@ -77,6 +77,7 @@ from engine.contract.messages import (
     StateCounts,
     StepOutput,
 )
+from engine.contract.packing import unpacked
 from engine.contract.records import Lack
 from engine.core.estimate.cost import CostLearner
 from engine.core.grammars.masks import Grammars, Masks
@@ -88,7 +89,7 @@ from engine.core.queue.policy import RESPONSE_RATIO, Discipline
 from engine.core.queue.tenants import TenantCounters
 from engine.core.queue.waiting import WaitingQueue
 from engine.core.scheduler_config import SchedulerConfig
-from engine.core.sequence import Hold, Sequence, Status
+from engine.core.sequence import NEVER, Hold, Sequence, Status
 from engine.core.step.allocator import Allocator
 from engine.core.step.drafting import Drafting
 from engine.core.step.flight import InFlight, News
@@ -196,6 +197,8 @@ class Scheduler:
             service_class=message.service_class,
             has_next_turn=message.has_next_turn,
             first_token_by=now + message.first_token_s,
+            prediction=message.prediction,
+            named_len=0 if message.sampling.vector_len else message.shared_len or NEVER,
         )
         if self._drafting is not None and not message.grammar:
             sequence.drafts_from = sequence.prompt_len
@@ -239,6 +242,10 @@ class Scheduler:
         if not prompt or sampling.max_tokens < 0 or prompt.highest >= self._runner.vocab_size:
             return False
         if sampling.vector_len > (0 if sampling.max_tokens else self._runner.vector_len):
+            return False
+        if sampling.scored and (
+            sampling.max_tokens or max(unpacked(sampling.scored)) >= self._runner.vocab_size
+        ):
             return False
         total_len = len(prompt) + sampling.max_tokens
         computed_len = max(len(prompt), total_len - 1)
@@ -374,7 +381,7 @@ class Scheduler:
         tier = self._allocator.host_tier
         swapped_out, swapped_in = tier.take_copies(self._step) if tier.has_copies else ([], [])
         states = self._allocator.states
-        saved, restored = ([], []) if states is None else states.take_copies()
+        saved, restored = ([], []) if states is None else states.take_copies(self._step)
         plan = Plan(
             step=self._step,
             left=self._allocator.take_left(),
@@ -473,6 +480,8 @@ class Scheduler:
             moved=self._allocator.take_moved(),
             record=self._book.take(),
             vectors=news.vectors,
+            predicted=news.predicted,
+            scores=news.scores,
         )
 
     def stats(self) -> CoreStats:

@@ -148,6 +148,8 @@ class Sequence:
     verifying: int = 0
     """Drafts that a step in flight verifies. They are counted as in flight, and the tokens behind them as
     coming, as if all were right."""
+    prediction: array[int] | None = None
+    """What its caller expects its output to be."""
     drafter: Drafts | None = None
     """Finds its drafts; None before it is first looked at, and where it drafts nothing."""
     foreseen: Sequence_[int] = ()
@@ -163,6 +165,8 @@ class Sequence:
     drafted: int = 0
     """Drafts that steps verified, or verify."""
     accepted: int = 0
+    mispredicted: int = 0
+    """The drafts that its caller predicted, and that were wrong."""
     last_step: int = 0
     """The number of the newest step that computes for it, in flight or committed; 0: none."""
     given_up_len: int = 0
@@ -181,8 +185,14 @@ class Sequence:
     state_len: int = 0
     """The tokens behind which the newest snapshot of its state was taken, or restored
     (`engine.core.step.state_tier`)."""
+    passed: int = 0
+    """The drafts that were right in its last row, if that verified and has landed: its slot still has the
+    states before them, until a step behind computes."""
     branch_len: int = 0
     """The tokens of its prefix whose pages were found when it was admitted, with a state or without."""
+    named_len: int = NEVER
+    """The first tokens whose pages others may find. Nobody asks again for what lies behind them: it leaves
+    nothing in the prefix cache, and no snapshot of a state."""
     mask: bytes | None = b""
     """The tokens that its grammar lets the next one be (`engine.contract.messages.Plan.masks`), b"" where it
     has no grammar; None until that is known, from the plan on that samples under the mask before."""
@@ -348,7 +358,7 @@ class Sequence:
         """Count a step that computes its next `length` tokens, and what it brings."""
         assert self.status is Status.RUNNING
         assert step > self.last_step
-        self.last_step = step
+        self.last_step, self.passed = step, 0
         if self.given_up_len:
             self.again_tokens += max(0, min(self.given_up_len - self.planned_len, length))
         self.in_flight_len += length
@@ -377,16 +387,18 @@ class Sequence:
         self.in_flight_len -= length
         self.coming -= want is Want.SAMPLE
 
-    def land_drafts(self, accepted: int) -> None:
+    def land_drafts(self, accepted: int) -> int:
         """Count the drafts of its row in flight as `accepted` right ones and none else, so that what is left
-        is to be landed as so many decodes and one more."""
+        is to be landed as so many decodes and one more. Returns how many of the drafts, the leading ones, its
+        caller predicted."""
         wrong = self.verifying - accepted
-        if self.drafter is not None:
-            self.drafter.learn(self.verifying, accepted)
+        predicted = 0 if self.drafter is None else self.drafter.learn(self.verifying, accepted)
+        self.mispredicted += max(0, predicted - accepted)
         self.in_flight_len -= wrong
         self.coming -= wrong
         self.accepted += accepted
-        self.verifying = 0
+        self.verifying, self.passed = 0, accepted
+        return predicted
 
     def append(self, token: int, now: float) -> None:
         """Append a sampled token to the known ones."""
@@ -398,9 +410,10 @@ class Sequence:
         self.tokens.append(token)
 
     def name_head(self, pages: BlockManager, end: int) -> None:
-        """Let others find the head in which its first `end` tokens end, which are computed."""
+        """Let others find the head in which its first `end` tokens end, which are computed, unless nobody
+        asks for it."""
         assert end <= self.computed_len
-        if end % pages.page_size and pages.shares_heads:
+        if end % pages.page_size and pages.shares_heads and end <= self.named_len:
             head = self.chain.identity(self.tokens, end)
             assert head is not None
             pages.register_head(self.pages[end // pages.page_size], head)
@@ -421,6 +434,7 @@ class Sequence:
             grammar_s=self.grammar_s,
             drafted=self.drafted,
             accepted=self.accepted,
+            mispredicted=self.mispredicted,
         )
 
     def _vacate(self) -> None:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Annotated, Final, TypeVar
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta
 
 from engine.contract.embedders import Embedder
 from engine.contract.messages import (
@@ -327,6 +327,14 @@ def trusted_ids(request: GenerationRequest, tokenizer_hash: str, prompts: int) -
     if extension is None or extension.tokenizer != tokenizer_hash or len(extension.prompt_ids) != prompts:
         return None
     return extension.prompt_ids if all(extension.prompt_ids) else None
+
+
+def trusted_prediction(request: GenerationRequest, tokenizer_hash: str) -> list[int] | None:
+    """The ids of what the caller predicts that the gateway sent along, as `trusted_ids` has the prompts'."""
+    extension = request.penstock
+    if extension is None or extension.tokenizer != tokenizer_hash or extension.predicted_ids is UNSET:
+        return None
+    return extension.predicted_ids
 
 
 def _sampling(

@@ -31,6 +31,7 @@ from engine.api.ask.admission import (
     stop_ids,
     stop_tokens,
     trusted_ids,
+    trusted_prediction,
     vectors_len,
 )
 from engine.api.ask.echo import echoed
@@ -43,13 +44,14 @@ from engine.contract.messages import AddPrompt
 from shared.apis.embeddings import EmbeddingsRequest
 from shared.apis.generation import GenerationRequest
 from shared.apis.holding import Holding, weigh, weigh_long
+from shared.apis.prediction import PREDICTION
 from shared.apis.prompt import PromptForm, TextPrompt
 from shared.apis.request import Request
 from shared.apis.tools import ToolMode
 from shared.apis.validation import INLINE_LEN_MAX, Parsed, parse, parse_slices
 from shared.fairness.fair_threads import Slices
 from shared.process.clock import Clock
-from shared.text.prompts import prompt_slices
+from shared.text.prompts import prompt_slices, text_slices
 from shared.wire.errors import ApiError, QueueTimeout, RequestTimeout
 from shared.wire.ids import (
     FIRST_TOKEN_TIMEOUT_HEADER,
@@ -172,8 +174,10 @@ class CheckedRequest:
     """The fields of the request that the answer repeats. None where it repeats nothing."""
     in_base64: bool
     """True if vectors are told in base64."""
+    prediction: bytes | None
+    """The tokens, packed, that its caller expects each answer to have. None where it predicts nothing."""
     answer_len: int
-    """The most bytes that the answer holds at any time."""
+    """The most bytes that the answer holds at any time, and the core of what is predicted of it."""
 
 
 async def read(state: EngineState, exchange: EngineExchange, kind: type[S], holding: Holding) -> Parsed[S]:
@@ -217,6 +221,7 @@ async def ask(
         stops = stop_ids(request, model.eos_ids, model.special_ids)
         choices = _choices(request, prompts, limits, stops, model)
         echoes = await _echoes(state, tenant, model, request, prompt, prompts)
+        prediction = await _prediction(state, tenant, model, request, limits)
     form = await state.forms.of(model, exchange, parsed, prompt, prompts[0])
     api = ANSWERS[type(request)]
     repeated = None if api.repeats is None else api.repeats(request, parsed.fields)
@@ -243,7 +248,8 @@ async def ask(
         echoes=echoes,
         repeated=repeated,
         in_base64=isinstance(request, EmbeddingsRequest) and request.encoding_format == "base64",
-        answer_len=_held_len(request, choices) + form.held_len + repeated_len,
+        prediction=prediction,
+        answer_len=_held_len(request, choices) + form.held_len + repeated_len + len(prediction or b""),
     )
 
 
@@ -294,6 +300,25 @@ async def _prompt_ids(
     if packed is None:
         raise out_of_vocab(request.prompt_param, limits.vocab_size)
     return ids, packed
+
+
+async def _prediction(
+    state: EngineState, tenant: str, model: ServedModel, request: GenerationRequest, limits: Limits
+) -> bytes | None:
+    """The tokens, packed, of what the caller predicts: the gateway's where they can be trusted, else made
+    here. None where it predicts nothing. Raises InvalidRequest."""
+    if (text := request.predicted_text) is None:
+        return None
+    packed = None
+    if (ids := trusted_prediction(request, model.tokenizer.hash)) is not None:
+        packed = await pack([ids], limits.vocab_size, state.threads, tenant)
+    if packed is None:
+        work = text_slices(model.tokenizer, text, None, PREDICTION, add_special_tokens=False)
+        ids = await state.threads.run(tenant, work)
+        packed = await pack([ids], limits.vocab_size, state.threads, tenant)
+    if packed is None:
+        raise out_of_vocab(PREDICTION, limits.vocab_size)
+    return packed[0]
 
 
 async def _echoes(

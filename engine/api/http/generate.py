@@ -31,7 +31,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Final
 
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from engine.api.answer.detokenizer import Detokenizer, PartsDetokenizer
 from engine.api.answer.encoder import Answered, AnswerEncoder, Heading
@@ -121,6 +121,9 @@ class Generation:
         self._share = asked.share
         self._prompts, self._sampling = asked.prompts, asked.choices[0].sampling
         self._grammar, self._grammar_kind = asked.form.grammar, asked.form.kind
+        self._prediction = asked.prediction
+        self._predicts = asked.prediction is not None
+        """True if the caller predicts its answers."""
         reading = asked.form.reading
         self._reads = reading is not None
         """True if its answers have parts of several kinds."""
@@ -162,6 +165,7 @@ class Generation:
             with self._deadlines.watch(self._expire, self._is_waiting):
                 prompts, self._prompts = self._prompts, []
                 grammar, self._grammar = self._grammar, ""
+                prediction, self._prediction = self._prediction or b"", None
                 self._handles = self._state.core.submit(
                     self._exchange.request_id,
                     prompts,
@@ -171,8 +175,9 @@ class Generation:
                     self._deadlines.first_token_left_s,
                     self._bearer,
                     grammar,
+                    prediction,
                 )
-                del prompts, grammar
+                del prompts, grammar, prediction
                 self._exchange.tally = self._tally(submitted_at)
                 if not self._streams:
                     self._exchange.tell_load()
@@ -410,10 +415,11 @@ class Generation:
     def _tally(self, now: float) -> Tally:
         timings = [output.timing(now) for output in self._outputs]
         last = max(timings, key=lambda timing: timing.life_s)
+        mispredicted = sum(output.mispredicted for output in self._outputs) if self._predicts else 0
         return Tally(
             sequences=len(self._outputs),
             prompt_tokens=self._prompt_tokens(),
-            completion_tokens=sum(output.completion_tokens for output in self._outputs),
+            completion_tokens=mispredicted + sum(output.completion_tokens for output in self._outputs),
             cached_tokens=sum(output.cached_len for output in self._outputs[:: self._n]),
             host_tokens=sum(output.host_len for output in self._outputs[:: self._n]),
             disk_tokens=sum(output.disk_len for output in self._outputs[:: self._n]),
@@ -421,6 +427,8 @@ class Generation:
             calls=sum(output.calls for output in self._outputs) if self._reads else 0,
             drafted=sum(output.drafted for output in self._outputs),
             accepted=sum(output.accepted for output in self._outputs),
+            predicted=sum(output.predicted for output in self._outputs) if self._predicts else 0,
+            mispredicted=mispredicted,
             masks_s=sum(output.grammar_s for output in self._outputs) if self._grammar_kind else None,
             timing=replace(
                 last,
@@ -459,8 +467,14 @@ class Generation:
             tally.completion_tokens,
             tally.prompt_tokens + tally.completion_tokens,
             PromptTokensDetails(tally.cached_tokens),
-            CompletionTokensDetails(tally.reasoning_tokens) if self._reasons else UNSET,
+            self._details(tally),
         )
+
+    def _details(self, tally: Tally) -> CompletionTokensDetails | UnsetType:
+        """The parts of the completion's tokens, where it may have several."""
+        if self._predicts:
+            return CompletionTokensDetails(tally.reasoning_tokens, tally.predicted, tally.mispredicted)
+        return CompletionTokensDetails(tally.reasoning_tokens) if self._reasons else UNSET
 
     # -- making -----------------------------------------------------------------------------------
 

@@ -37,24 +37,36 @@ from engine.core.pages.block_manager import PageChain
 class Prompt(Sequence[int]):
     """The token ids of a prompt, which all of its choices share, with what is computed of them alone."""
 
-    __slots__ = ("_chain", "_highest", "tokens")
+    __slots__ = ("_chain", "_highest", "_shared", "tokens")
 
-    def __init__(self, tokens: array[int]) -> None:
+    def __init__(self, tokens: array[int], shared: Prompt | None = None) -> None:
+        """`shared` is what the prompt begins with, as others do. None where nothing is known of that."""
         self.tokens = tokens
+        self._shared = shared
         self._highest = -1
         self._chain: PageChain | None = None
+
+    @property
+    def shared_len(self) -> int:
+        """The number of tokens that it begins with as others do; 0 where nothing is known of that."""
+        return 0 if self._shared is None else len(self._shared)
 
     @property
     def highest(self) -> int:
         """The highest id. The prompt must not be empty."""
         if self._highest < 0:
-            self._highest = max(self.tokens)
+            shared = self._shared
+            if shared is None or not shared.tokens:
+                self._highest = max(self.tokens)
+            else:
+                self._highest = max(shared.highest, max(self.tokens[len(shared) :], default=0))
         return self._highest
 
     def chain(self, salt: bytes, page_size: int) -> PageChain:
         """The page identities of one more choice. Salt and page size must be the same for all of them."""
         if self._chain is None:
-            self._chain = PageChain(salt, page_size)
+            shared = self._shared
+            self._chain = PageChain(salt, page_size) if shared is None else shared.chain(salt, page_size)
         return self._chain.branch(len(self.tokens))
 
     @staticmethod
@@ -68,8 +80,9 @@ class Prompt(Sequence[int]):
             return None
 
     @staticmethod
-    def unpacked(ids: bytes) -> Prompt:
-        return Prompt(unpacked(ids))
+    def unpacked(ids: bytes, shared: Prompt | None = None) -> Prompt:
+        """The prompt of packed ids behind those of `shared`."""
+        return Prompt(unpacked(ids) if shared is None else shared.tokens + unpacked(ids), shared)
 
     def __eq__(self, other: object) -> bool:
         return self.tokens == other.tokens if isinstance(other, Prompt) else NotImplemented
@@ -101,20 +114,30 @@ class AddSequence(msgspec.Struct, frozen=True):
     """The time from its arrival after which its first token is of no use, in seconds."""
     grammar: str = ""
     has_next_turn: bool = False
+    prediction: array[int] | None = None
+    """The tokens that its answer is expected to have; None: nothing is."""
+
+    @property
+    def shared_len(self) -> int:
+        """The number of tokens that it begins with as others of its request do; 0 where none is known."""
+        return self.prompt_ids.shared_len if isinstance(self.prompt_ids, Prompt) else 0
 
 
 def sequences_of(request: AddRequest) -> Iterator[AddSequence]:
     """The sequences of a request, in the order of their handles."""
-    shared, handle = request.sampling, request.handle
+    common, handle = request.sampling, request.handle
+    beginning = Prompt.unpacked(request.shared) if request.shared else None
+    prediction = unpacked(request.prediction) if request.prediction else None
     for asked in request.prompts:
-        prompt = Prompt.unpacked(asked.ids)
+        prompt = Prompt.unpacked(asked.ids, beginning)
         for choice, seed in enumerate(asked.seeds):
             sampling = msgspec.structs.replace(
-                shared,
+                common,
                 seed=seed,
                 max_tokens=asked.max_tokens,
                 min_tokens=asked.min_tokens,
-                prompt_logprobs=None if choice else shared.prompt_logprobs,
+                prompt_logprobs=None if choice else common.prompt_logprobs,
+                scored=asked.scored,
             )
             yield AddSequence(
                 handle,
@@ -127,6 +150,7 @@ def sequences_of(request: AddRequest) -> Iterator[AddSequence]:
                 request.first_token_s if handle - request.handle == request.bearer else math.inf,
                 request.grammar,
                 request.has_next_turn,
+                prediction,
             )
             handle += 1
 

@@ -475,7 +475,7 @@ class Allocator:
     def _give_up(self, victim: Sequence, now: float, move: Move) -> None:
         if has_yielded := victim.status is Status.YIELDED:
             self._may_yield_from = max(now, self._may_yield_from) + self._restore_s(victim)
-        if self._config.prefix_cache and not victim.is_pooled:
+        if self._config.prefix_cache:
             victim.name_head(self.pages, victim.computed_len)
         self.pages.release(victim.pages)
         victim.preempt(now)

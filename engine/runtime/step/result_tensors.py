@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from engine.contract.messages import RunResult
+from engine.contract.packing import TOKEN_LEN, unpacked
 from engine.runtime.step.batch import PackedBatch
 from engine.runtime.step.logprobs import LogprobColumns, TopK, stable_topk
 
@@ -18,6 +19,27 @@ LogitsOf = Callable[[Tensor], Tensor]
 """A model's head: hidden states [n, hidden] -> logits [n, vocab] float32."""
 PROMPT_LOGPROB_ROWS: Final = 128
 """The number of prompt positions whose logits over the whole vocabulary exist at once."""
+IndexOf = Callable[[Sequence[int]], Tensor]
+"""Puts numbers where the logits are, [n] int64."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreColumns:
+    """The log-probabilities of tokens that were asked for behind n prompts, on the device where they were
+    computed."""
+
+    slots: Sequence[int]
+    lens: Sequence[int]
+    """The number of tokens that each slot's sequence asks about, [n]."""
+    values: Tensor
+    """Their log-probabilities, [n, k] float32, k being the most that any asks about."""
+
+    def moved(self, move: Callable[[Tensor], Tensor]) -> ScoreColumns:
+        return ScoreColumns(self.slots, self.lens, move(self.values))
+
+    def entries(self) -> list[tuple[int, list[float]]]:
+        rows = zip(self.slots, self.lens, self.values.tolist(), strict=True)
+        return [(slot, values[:length]) for slot, length, values in rows]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +57,8 @@ class Computed:
     """Per slot, the log-probabilities of its prompt's tokens, in pieces."""
     vectors: Sequence[tuple[int, Tensor]] = ()
     """Per slot, its prompt's vector, float32."""
+    scores: Sequence[ScoreColumns] = ()
+    """Those of the tokens that were asked for behind prompts, in pieces."""
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> Computed:
         return Computed(
@@ -43,6 +67,7 @@ class Computed:
             None if self.logprobs is None else self.logprobs.moved(move),
             [(slot, [piece.moved(move) for piece in pieces]) for slot, pieces in self.prompt_logprobs],
             [(slot, move(vector)) for slot, vector in self.vectors],
+            [piece.moved(move) for piece in self.scores],
         )
 
     def collect(self) -> RunResult:
@@ -55,6 +80,7 @@ class Computed:
                 for slot, pieces in self.prompt_logprobs
             ],
             vectors=[(slot, _packed(vector)) for slot, vector in self.vectors],
+            scores=[entry for piece in self.scores for entry in piece.entries()],
         )
 
 
@@ -69,7 +95,7 @@ def asked_logprobs(
     tokens: Tensor,
     tops: Sequence[int | None],
     topk: TopK,
-    index_of: Callable[[Sequence[int]], Tensor] = torch.tensor,
+    index_of: IndexOf = torch.tensor,
     *,
     chosen: Tensor | None = None,
 ) -> LogprobColumns | None:
@@ -95,7 +121,9 @@ def asked_prompt_logprobs(
 ) -> list[tuple[int, list[LogprobColumns]]]:
     """The slots that compute a prompt whose log-probabilities are asked for, with those of the step's
     tokens."""
-    found = []
+    found: list[tuple[int, list[LogprobColumns]]] = []
+    if not batch.slots.asking:
+        return found
     for row in batch.rows:
         seat = batch.slots.seat(row.slot)
         top = seat.sampling.prompt_logprobs
@@ -118,4 +146,29 @@ def _logprobs_of_targets(
         wanted = targets[i : i + PROMPT_LOGPROB_ROWS]
         logits = logits_of(hidden[i : i + PROMPT_LOGPROB_ROWS])
         found.append(LogprobColumns.of(logits, wanted, [top] * len(wanted), topk))
+    return found
+
+
+def asked_scores(
+    logits_of: LogitsOf, batch: PackedBatch, hidden: Tensor, index_of: IndexOf = torch.tensor
+) -> list[ScoreColumns]:
+    """The log-probabilities that are asked for behind the prompts which this step completes. They are those
+    of the model's own logits; nothing is sampled."""
+    if not batch.slots.asking:
+        return []
+    asked = [
+        (row, seat.sampling.scored)
+        for row, seat in ((row, batch.slots.seat(row.slot)) for row in batch.rows)
+        if seat.sampling.scored and row.end == seat.prompt_len
+    ]
+    found = []
+    for i in range(0, len(asked), PROMPT_LOGPROB_ROWS):
+        part = asked[i : i + PROMPT_LOGPROB_ROWS]
+        lens = [len(scored) // TOKEN_LEN for _, scored in part]
+        width = max(lens)
+        ids = [[*unpacked(scored), *[0] * (width - n)] for (_, scored), n in zip(part, lens, strict=True)]
+        at = index_of([row.offset + row.length - 1 for row, _ in part])
+        logprobs = logits_of(hidden[at]).float().log_softmax(dim=-1)
+        wanted = index_of([token for row in ids for token in row]).view(len(part), width)
+        found.append(ScoreColumns([row.slot for row, _ in part], lens, logprobs.gather(1, wanted)))
     return found

@@ -66,10 +66,13 @@ class Seats(ABC):
     """The known tokens by slot, at least [slots, max_model_len] int32."""
     page_table: Tensor = field(init=False)
     """The pages by slot, at least [slots, pages per sequence] int32."""
+    asking: set[int] = field(init=False)
+    """The slots whose sequences ask for log-probabilities of their prompts' tokens, or of some behind."""
     _seats: list[Seat | None] = field(init=False)
 
     def __post_init__(self) -> None:
         self._seats = [None] * self.slots
+        self.asking = set()
 
     @property
     def pages_per_sequence(self) -> int:
@@ -86,6 +89,7 @@ class Seats(ABC):
         for slot in plan.left:
             assert self._seats[slot] is not None, f"slot {slot} left twice"
             self._seats[slot] = None
+            self.asking.discard(slot)
         for start in plan.seated:
             assert self._seats[start.slot] is None, f"slot {start.slot} is taken"
             known_len = start.known_len
@@ -93,6 +97,8 @@ class Seats(ABC):
             seat = Seat(start.sampling, start.prompt_len, known_len)
             self._take(start, seat)
             self._seats[start.slot] = seat
+            if start.sampling.scored or start.sampling.prompt_logprobs is not None:
+                self.asking.add(start.slot)
         for slot, pages in plan.grown:
             seat = self.seat(slot)
             assert seat.pages + len(pages) <= self.pages_per_sequence, f"slot {slot} outgrows the context"

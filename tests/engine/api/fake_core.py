@@ -84,6 +84,8 @@ class FakeCore:
         self.is_closed = False
         self.newest = 0
         """The newest that it says to have seen."""
+        self.predicted: list[tuple[int, int, int]] = []
+        """What the next step says of predictions."""
         self.waiting: dict[int, AddSequence] = {}
         self.running: dict[int, Running] = {}
         self._steps = 0
@@ -210,8 +212,9 @@ class FakeCore:
                 for row in rows
                 if (length := row.add.sampling.vector_len)
             ],
+            predicted=self.predicted,
         )
-        self._steps += 1
+        self._steps, self.predicted = self._steps + 1, []
         for row in rows:
             row.sent += 1
             reason = self._end(row)

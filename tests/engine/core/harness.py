@@ -94,6 +94,7 @@ class Harness:
         self.messages: dict[int, AddSequence] = {}
         self.tokens: dict[int, list[int]] = {}
         self.prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
+        self.scores: dict[int, list[float]] = {}
         self.started: dict[int, Started] = {}
         self.finished: dict[int, Finished] = {}
         self.plans: list[Plan] = []
@@ -189,6 +190,9 @@ class Harness:
             self.tokens[handle].append(token)
         for handle, entries in output.prompt_logprobs:
             self.prompt_logprobs[handle] += entries
+        for handle, scores in output.scores:
+            assert handle not in self.scores
+            self.scores[handle] = scores
         for started in output.started:
             assert started.handle not in self.started
             self.started[started.handle] = started
@@ -215,3 +219,4 @@ class Harness:
             alone = self.solo(handle)
             assert (self.tokens[handle], self.reason(handle)) == (alone.tokens, alone.reason)
             assert self.prompt_logprobs[handle] == alone.prompt_logprobs
+            assert self.scores.get(handle, []) == alone.scores
