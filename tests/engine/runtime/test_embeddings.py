@@ -292,6 +292,7 @@ def test_what_is_not_implemented_is_refused_by_name(
         (["WordEmbeddings", "Pooling"], "WordEmbeddings"),
         (["Transformer", "Pooling", "Dense/../../elsewhere"], "no directory"),
         (["Transformer", "Pooling", "own.Dense"], "own.Dense"),
+        (["Transformer", "Pooling", *["Normalize"] * 15], "more than 16"),
     ],
 )
 def test_other_modules_are_refused_by_name(
