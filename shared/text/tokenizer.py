@@ -220,7 +220,7 @@ class Tokenizer:
         self._words = WordEncoder.of(self.raw, spec)
         self.around: tuple[list[int], list[int]] = around or ([], [])
         """The special tokens that are added before and behind a text."""
-        self.knows_around: Final = around is not None
+        self.knows_around = around is not None
         """True if that is all that is done for special tokens."""
         self.fill = Fill.of(self.raw.token_to_id, lambda text: self.encode(text, False), self.around[0])
         """The prompts with a suffix. None for a tokenizer without tokens for them."""
