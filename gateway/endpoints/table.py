@@ -12,6 +12,7 @@ from gateway.endpoints.completions import COMPLETIONS
 from gateway.endpoints.embeddings import EMBEDDINGS
 from gateway.endpoints.endpoint import Endpoint
 from gateway.endpoints.messages import COUNT_TOKENS, MESSAGES
+from gateway.endpoints.rerank import RERANK
 from gateway.endpoints.responses import INPUT_TOKENS, RESPONSES
 from gateway.endpoints.tokenize import DETOKENIZE, TOKENIZE
 from shared.apis.request import Request
@@ -23,6 +24,7 @@ ENDPOINTS: Final[Mapping[str, Endpoint]] = {
     for endpoint in (
         *(CHAT, COMPLETIONS, RESPONSES, INPUT_TOKENS, MESSAGES, COUNT_TOKENS),
         *(EMBEDDINGS, TOKENIZE, DETOKENIZE),
+        *RERANK,
     )
 }
 

@@ -69,6 +69,9 @@ SALTED: Final = frozenset({"vllm", "sglang", "penstock"})
 they are configured as of another make."""
 
 
+_UNTOLD: Final = Capabilities(tools=False, reasoning=False, structured_output=False)
+"""The abilities of a model whose engine tells its profile without them, as older ones of ours do."""
+
 log = logs.get(__name__)
 
 
@@ -141,6 +144,11 @@ class Known:
         """Take over what the engine tells of itself."""
         self.profile, self.room = profile, profile.room
         self.is_ours = profile.tokenizer is not None or self.make == "penstock"
+
+    @property
+    def capabilities(self) -> Capabilities | None:
+        """The abilities of the model. None as long as its engine has told nothing."""
+        return None if self.profile is None else self.profile.capabilities or _UNTOLD
 
     @property
     def takes_salt(self) -> bool:

@@ -343,6 +343,8 @@ class Pipeline:
         engine = self._engines.of(terms.model)
         if engine.is_ours:  # another make may support the field, and ours refuses it
             asked.parsed.require_supported()
+            if asked.generation is not None and engine.capabilities is not None:
+                engine.capabilities.check(asked.generation)
         return terms, engine
 
     async def _count(

@@ -41,6 +41,10 @@ class GenerationRequest(Request, kw_only=True):
     """What it asks for, as OpenTelemetry names it (`gen_ai.operation.name`)."""
     prompt_param: ClassVar[str]
     """The name of the field that holds the prompt."""
+    answers: ClassVar[bool] = True
+    """False if nothing is generated behind its prompts."""
+    ability: ClassVar[str] = "generation"
+    """The field of `shared.apis.models.Capabilities` that says whether a model serves it."""
     keeps_answer: ClassVar[bool] = False
     """True if the end of a stream tells the whole answer again, so that it is held until then."""
     prompt_beside: ClassVar[frozenset[str]] = frozenset()

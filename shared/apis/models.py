@@ -6,11 +6,14 @@ vLLM's and `context_length` to OpenRouter's.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Final, Literal, Self
 
 from msgspec import UNSET, Struct, UnsetType
 
+from shared.apis.generation import GenerationRequest
+from shared.wire.errors import PathNotServed
 from shared.wire.room import Room
 
 _CREATED_END: Final = 253_402_300_800
@@ -30,6 +33,22 @@ class Capabilities(Struct, frozen=True):
     """True if answers can be held to a schema."""
     effort: bool = False
     """True if its chat template reads `reasoning_effort`."""
+    generation: bool = True
+    """True if it generates."""
+    reranking: bool = False
+    """True if it ranks documents by their relevance to a query."""
+
+    def check(self, request: GenerationRequest) -> None:
+        """Raises PathNotServed for a request of an API that the model does not serve."""
+        if not getattr(self, request.ability):
+            raise PathNotServed(_LACKS[request.ability])
+
+
+_LACKS: Final[Mapping[str, str]] = {
+    "generation": "This model generates nothing.",
+    "reranking": "This model is no reranker: it ranks no documents.",
+}
+"""The words for the lack of each ability that an API needs."""
 
 
 class Model(Struct, kw_only=True):

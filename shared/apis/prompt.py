@@ -3,12 +3,14 @@ hashed, whichever API it came by."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 from shared.apis.chat_messages import ChatMessage
 from shared.apis.tools import Tool
 from shared.wire.errors import InvalidRequest
 from shared.wire.shapes import Unshown
+
+CUT_TO_ROOM: Final = -1
 
 Prompt = str | list[str | int | list[int]]
 """A text, several of them, the token ids of one, or those of several."""
@@ -70,4 +72,46 @@ class TextPrompt(Unshown):
         return 1 if kinds == {int} else len(prompt)
 
 
-PromptForm = ChatPrompt | TextPrompt
+class RerankPrompt(Unshown):
+    """A query and documents: a prompt for each document, which all begin alike."""
+
+    query: str
+    documents: list[str]
+    instruction: str | None = None
+    """What makes a document relevant. None for what the model was trained on."""
+    document_tokens_max: int | None = None
+    """The tokens that each document is cut to. None where none is cut."""
+    prompt_tokens_max: int | None = None
+    """The tokens that each prompt is cut to, at its document's end; `CUT_TO_ROOM` for as many as there is
+    room for. None where one that is too long is an error."""
+    param: str = "documents"
+    """The name of the request's field that holds the documents."""
+
+    @property
+    def beginning(self) -> str:
+        """The text of the request with which all prompts begin."""
+        return f"{self.instruction or ''}{self.query}"
+
+    @property
+    def is_cut(self) -> bool:
+        """True if a prompt that is too long is cut."""
+        return self.prompt_tokens_max is not None
+
+    @property
+    def own(self) -> list[str]:
+        """The text of the request that each prompt has behind that."""
+        return self.documents
+
+    def place(self, index: int) -> str:
+        """The name in errors of what a prompt has of its own."""
+        return f"{self.param}[{index}]"
+
+    def count(self) -> int:
+        """Count the pieces of the prompts: what they share, and what each has behind that."""
+        return 1 + len(self.documents)
+
+
+BranchedPrompt = RerankPrompt
+"""Prompts that begin alike. Their ids are those of the beginning, and of what each prompt has behind it. What
+is asked for are log-probabilities of a few tokens behind each."""
+PromptForm = ChatPrompt | TextPrompt | BranchedPrompt

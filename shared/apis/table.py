@@ -10,6 +10,7 @@ from shared.apis.completions import CompletionRequest
 from shared.apis.embeddings import EmbeddingsRequest
 from shared.apis.generation import GenerationRequest
 from shared.apis.messages import MessagesRequest
+from shared.apis.rerank import RERANKING
 from shared.apis.responses.request import ResponsesRequest
 
 GENERATING: Final[tuple[type[GenerationRequest], ...]] = (
@@ -22,5 +23,6 @@ GENERATING: Final[tuple[type[GenerationRequest], ...]] = (
 OPERATIONS: Final[Mapping[str, str]] = {
     **{kind.path: kind.operation for kind in GENERATING},
     EmbeddingsRequest.path: EmbeddingsRequest.operation,
+    **{kind.path: kind.operation for kind in RERANKING},
 }
 """The operation of each path that costs tokens, as spans name it."""

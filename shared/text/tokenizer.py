@@ -24,11 +24,12 @@ from typing import Any, Final
 import msgspec
 import tokenizers
 
-from shared.apis.prompt import ChatPrompt, PromptForm, TextPrompt
+from shared.apis.prompt import BranchedPrompt, ChatPrompt, PromptForm, TextPrompt
 from shared.process.clock import SYSTEM_CLOCK, Clock
 from shared.text.chat_template import NO_DEFAULTS, ChatTemplate, variables_read
 from shared.text.fill import Fill
 from shared.text.model_files import BadModelFile, shown
+from shared.text.reranking import Reranking
 from shared.text.template_takes import Takes
 from shared.text.text_slices import Slicer
 from shared.text.token_text import DecodeStream, piece_spelling, whole_spelling
@@ -104,6 +105,9 @@ class TokenizerBundle(msgspec.Struct, frozen=True, kw_only=True):
     """What the chat template takes of a chat. None before it was looked at, which `Tokenizer` does."""
     tool_takes: Takes | None = None
     """What the template for chats with tools takes. None without one, too."""
+    reranker: str | None = None
+    """The name of the format in which the model ranks documents (`shared.text.reranking`). None where it
+    ranks none."""
 
     @property
     def hash(self) -> str:
@@ -121,6 +125,7 @@ class TokenizerBundle(msgspec.Struct, frozen=True, kw_only=True):
         files: TokenizerFiles,
         template_arguments: tuple[str, ...] | None = None,
         template_defaults: Mapping[str, Any] = NO_DEFAULTS,
+        reranker: str | None = None,
     ) -> TokenizerBundle:
         """Without `template_arguments`, they are the variables that the chat template reads."""
         named = dict(files.special_tokens)
@@ -138,6 +143,7 @@ class TokenizerBundle(msgspec.Struct, frozen=True, kw_only=True):
             added_tokens=files.added_tokens,
             template_arguments=template_arguments,
             template_defaults=dict(template_defaults),
+            reranker=reranker,
             **own,
         )
 
@@ -222,6 +228,15 @@ class Tokenizer:
         """The special tokens that are added before and behind a text."""
         self.fill = Fill.of(self.raw.token_to_id, lambda text: self.encode(text, False), self.around[0])
         """The prompts with a suffix. None for a tokenizer without tokens for them."""
+        self.reranking: Reranking | None = None
+        """The way in which the model ranks documents. None where it ranks none."""
+        if bundle.reranker is not None:
+            try:
+                self.reranking = Reranking.of(
+                    bundle.reranker, self.raw.token_to_id, lambda text: self.encode(text, False)
+                )
+            except ValueError as error:
+                raise UnusableTokenizer(str(error)) from error
         self.slicer = None if around is None else Slicer.of(self.raw, spec, vocabulary)
         """The cuts of long text. None for a tokenizer whose cuts are not known."""
         self._is_slow = False
@@ -257,7 +272,7 @@ class Tokenizer:
     def prompt_ids(self, prompt: PromptForm) -> list[list[int]]:
         """The token ids of each of a request's prompts; a chat is one prompt, and short. Raises NotInPlace
         where template or tokenizer is not to be trusted here: `shared.text.prompts` has it done elsewhere."""
-        if self._is_slow:
+        if self._is_slow or isinstance(prompt, BranchedPrompt):
             raise NotInPlace("The prompt is too long for the model's tokenizer.")
         began_s = None if self.slicer is not None else time.thread_time()
         try:

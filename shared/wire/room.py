@@ -33,9 +33,14 @@ class Room:
         KV cache, because nothing is computed from it."""
         return self.context_len if self.kv_tokens is None else min(self.context_len, self.kv_tokens + 1)
 
+    @property
+    def prompt_most(self) -> int:
+        """The most tokens that a prompt may have behind which nothing is generated."""
+        return self.context_len if self.kv_tokens is None else min(self.context_len, self.kv_tokens)
+
     def refused(self, tokens: int) -> tuple[type[InvalidRequest], str]:
         """The kind of the error for so many tokens, which are too many, and what it says of the room."""
-        assert tokens > self.most
+        assert tokens > self.prompt_most
         if self.kv_tokens is None or tokens > self.context_len:
             return ContextLengthExceeded, f"This model's context holds {self.context_len} tokens"
         return NeverFits, f"The KV cache of this model's engine holds {self.kv_tokens} tokens"

@@ -12,6 +12,7 @@ from engine.api.answer.chat import ChatEncoder
 from engine.api.answer.completions import CompletionEncoder
 from engine.api.answer.encoder import Answered, AnswerEncoder, Heading, Repeated, Vocabulary
 from engine.api.answer.messages import MessagesEncoder
+from engine.api.answer.rerank import RerankEncoder, ranked
 from engine.api.answer.responses import ResponsesEncoder, failing_of
 from shared.apis import message_answers
 from shared.apis.chat import ChatRequest
@@ -19,6 +20,7 @@ from shared.apis.completions import CompletionRequest
 from shared.apis.generation import GenerationRequest
 from shared.apis.messages import MessagesRequest
 from shared.apis.models import VERSION_HEADER
+from shared.apis.rerank import RERANKING
 from shared.apis.responses.repeated import repeated
 from shared.apis.responses.request import ResponsesRequest
 from shared.wire import sse
@@ -60,6 +62,7 @@ ANSWERS: Final[Mapping[type[GenerationRequest], AnswerApi]] = {
     ResponsesRequest: AnswerApi(
         "resp_", ResponsesEncoder, opens_early=True, repeats=repeated, failing=failing_of
     ),
+    **dict.fromkeys(RERANKING, AnswerApi("rerank-", RerankEncoder, repeats=ranked)),
     MessagesRequest: AnswerApi(
         "msg_",
         MessagesEncoder,

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from engine.api.ask.admission import SamplingDefaults
+from engine.api.ask.rerankers import RerankerSetting, reranker_of
 from engine.api.formats.format import AnswerFormat
 from engine.api.formats.reading import AUTO, read_format
 from engine.api.formats.response_template import BadFormat
@@ -75,6 +76,7 @@ class ServedModel:
             reasoning=format_ is not None and format_.reasoning is not None,
             structured_output=self.vocabulary is not None,
             effort=EFFORT in self.tokenizer.bundle.template_arguments,
+            reranking=self.tokenizer.reranking is not None,
         )
 
     @property
@@ -105,16 +107,19 @@ def load_model(
     template_arguments: tuple[str, ...] | None = None,
     template_defaults: str | None = None,
     answer_format: str = AUTO,
+    reranker: RerankerSetting = "auto",
 ) -> ServedModel:
     """Read the directory's tokenizer and configuration. Blocks for as long as that takes. What concerns the
-    template is for `TokenizerBundle.of`, the defaults as JSON; `answer_format` is for `read_format`.
+    template is for `TokenizerBundle.of`, the defaults as JSON; `answer_format` is for `read_format`, and
+    `reranker` for `reranker_of`.
 
     Raises UnusableTokenizer and UnusableModel.
     """
     _check_files(directory)
     files = read_files(directory)
     defaults_given = msgspec.json.decode(template_defaults or "{}", type=dict[str, Any])
-    tokenizer = Tokenizer(TokenizerBundle.of(files, template_arguments, defaults_given))
+    ranks_as = _reranker(directory, reranker, files)
+    tokenizer = Tokenizer(TokenizerBundle.of(files, template_arguments, defaults_given, ranks_as))
     _tell_of_reasoning(tokenizer.bundle)
     try:
         tokenizer.probe()
@@ -144,6 +149,14 @@ def load_model(
         vocab_size=defaults.vocab_size,
     )
     return replace(model, vocabulary=_vocabulary(model.tokens)) if eos_ids else model
+
+
+def _reranker(directory: Path, setting: RerankerSetting, files: TokenizerFiles) -> str | None:
+    """The format in which the model ranks documents. Raises UnusableModel."""
+    try:
+        return reranker_of(directory, setting, files)
+    except BadModelFile as error:
+        raise UnusableModel(f"{directory}: {error}") from error
 
 
 def _tell_of_reasoning(bundle: TokenizerBundle) -> None:

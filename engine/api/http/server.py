@@ -130,6 +130,7 @@ class Engine:
                 template_arguments=config.template_names,
                 template_defaults=config.template_defaults,
                 answer_format=config.answer_format,
+                reranker=config.reranker,
             )
         except (UnusableTokenizer, UnusableModel) as error:
             raise StartFailed(str(error)) from error
