@@ -9,6 +9,7 @@ from typing import Final
 
 from gateway.endpoints.chat import CHAT
 from gateway.endpoints.completions import COMPLETIONS
+from gateway.endpoints.decisions import DECISIONS
 from gateway.endpoints.embeddings import EMBEDDINGS
 from gateway.endpoints.endpoint import Endpoint
 from gateway.endpoints.messages import COUNT_TOKENS, MESSAGES
@@ -24,7 +25,7 @@ ENDPOINTS: Final[Mapping[str, Endpoint]] = {
     for endpoint in (
         *(CHAT, COMPLETIONS, RESPONSES, INPUT_TOKENS, MESSAGES, COUNT_TOKENS),
         *(EMBEDDINGS, TOKENIZE, DETOKENIZE),
-        *RERANK,
+        *(*RERANK, DECISIONS),
     )
 }
 

@@ -37,6 +37,8 @@ class Capabilities(Struct, frozen=True):
     """True if it generates."""
     reranking: bool = False
     """True if it ranks documents by their relevance to a query."""
+    decisions: bool = False
+    """True if it decides questions about an input."""
 
     def check(self, request: GenerationRequest) -> None:
         """Raises PathNotServed for a request of an API that the model does not serve."""
@@ -46,6 +48,7 @@ class Capabilities(Struct, frozen=True):
 
 _LACKS: Final[Mapping[str, str]] = {
     "generation": "This model generates nothing.",
+    "decisions": "This model decides nothing: it has no chat template, no labels, or reasons first.",
     "reranking": "This model is no reranker: it ranks no documents.",
 }
 """The words for the lack of each ability that an API needs."""

@@ -3,7 +3,8 @@ hashed, whichever API it came by."""
 
 from __future__ import annotations
 
-from typing import Any, Final
+from enum import Enum
+from typing import Any, ClassVar, Final
 
 from shared.apis.chat_messages import ChatMessage
 from shared.apis.tools import Tool
@@ -111,7 +112,63 @@ class RerankPrompt(Unshown):
         return 1 + len(self.documents)
 
 
-BranchedPrompt = RerankPrompt
+class QuestionKind(Enum):
+    """What a question asks for."""
+
+    PREDICATE = "predicate"
+    """Whether something is true."""
+    CHOICE = "choice"
+    SCORE = "score"
+
+
+class AskedOption(Unshown):
+    name: str
+    description: str = ""
+
+
+class AskedQuestion(Unshown):
+    """A question about an input."""
+
+    kind: QuestionKind
+    instructions: str
+    options: tuple[AskedOption, ...] = ()
+    """Those to choose from, or the levels of a score. Empty for a predicate."""
+
+    @property
+    def text(self) -> str:
+        """All that it says."""
+        return "\n".join((self.instructions, *(f"{one.name} {one.description}" for one in self.options)))
+
+
+class DecisionPrompt(Unshown):
+    """Questions about one input: a prompt for each, which all begin with the input."""
+
+    said: str
+    """The input."""
+    questions: list[AskedQuestion]
+    param: str = "questions"
+    """The name of the request's field that holds the questions."""
+
+    is_cut: ClassVar[bool] = False
+
+    @property
+    def beginning(self) -> str:
+        return self.said
+
+    @property
+    def own(self) -> list[str]:
+        return [asked.text for asked in self.questions]
+
+    def place(self, index: int) -> str:
+        """The name in errors of what a prompt has of its own."""
+        return f"{self.param}[{index}]"
+
+    def count(self) -> int:
+        """Count the pieces of the prompts: what they share, and what each has behind that."""
+        return 1 + len(self.questions)
+
+
+BranchedPrompt = RerankPrompt | DecisionPrompt
 """Prompts that begin alike. Their ids are those of the beginning, and of what each prompt has behind it. What
 is asked for are log-probabilities of a few tokens behind each."""
 PromptForm = ChatPrompt | TextPrompt | BranchedPrompt

@@ -14,24 +14,35 @@ from collections.abc import Sequence
 from typing import Final
 
 from shared.apis.holding import TOKENS_MAX
-from shared.apis.prompt import CUT_TO_ROOM, BranchedPrompt, PromptForm, RerankPrompt
+from shared.apis.prompt import (
+    CUT_TO_ROOM,
+    BranchedPrompt,
+    DecisionPrompt,
+    PromptForm,
+    QuestionKind,
+    RerankPrompt,
+)
 from shared.fairness.fair_threads import Slices
+from shared.text.deciding import MARK, Deciding
 from shared.text.known_pieces import TenantPieces
 from shared.text.prompts import prompt_slices, text_slices
 from shared.text.reranking import Reranking
 from shared.text.text_slices import SLICE_LEN
-from shared.text.tokenizer import Tokenizer
+from shared.text.tokenizer import Tokenizer, decision_chat
 from shared.wire.errors import InvalidRequest, PathNotServed
 from shared.wire.room import Room
 
 AT_ONCE: Final = 32
 """The most prompts whose own parts are encoded in one slice: each takes some 30 us and more."""
 CUT_PARAM: Final = "truncate_prompt_tokens"
+DECIDES_NOTHING: Final = "This model decides nothing: it has no chat template, or no labels for answers."
 NO_RERANKER: Final = "This model is no reranker: it ranks no documents."
 
 
 def scored_tokens(tokenizer: Tokenizer, given: BranchedPrompt) -> Sequence[list[int]]:
     """The tokens that are scored behind each prompt. Raises PathNotServed."""
+    if isinstance(given, DecisionPrompt):
+        return [_deciding(tokenizer).scored(asked) for asked in given.questions]
     return [_reranking(tokenizer).scored] * len(given.documents)
 
 
@@ -40,7 +51,9 @@ def pieces_of(
 ) -> Slices[list[list[int]]]:
     """The ids of a request's prompts, as `prompt_slices` has them; of prompts that begin alike those of their
     pieces."""
-    if isinstance(given, BranchedPrompt):
+    if isinstance(given, DecisionPrompt):
+        return (yield from _decided(tokenizer, given, room, known))
+    if isinstance(given, RerankPrompt):
         return (yield from _ranked(tokenizer, given, room))
     return (yield from prompt_slices(tokenizer, given, room, known))
 
@@ -66,6 +79,44 @@ def _ranked(tokenizer: Tokenizer, given: RerankPrompt, room: Room | None) -> Sli
             encoded_len = 0
             yield
     return pieces
+
+
+def _decided(
+    tokenizer: Tokenizer, given: DecisionPrompt, room: Room | None, known: TenantPieces | None
+) -> Slices[list[list[int]]]:
+    """Raises InvalidRequest, also where a prompt is too long or a question has too many choices, and
+    PathNotServed."""
+    deciding = _deciding(tokenizer)
+    for index, asked in enumerate(given.questions):
+        most = len(deciding.labels[asked.kind].texts)
+        if len(asked.options) > most:
+            place = f"{given.place(index)}.{'levels' if asked.kind is QuestionKind.SCORE else 'choices'}"
+            raise InvalidRequest(f"{place} must have at most {most} items with this model.", param=place)
+    chat = decision_chat(given.said)
+    text = yield from tokenizer.template_of(chat).slices(chat)
+    yield
+    before, mark, behind = text.rpartition(MARK)
+    if not mark or behind != deciding.behind:
+        raise InvalidRequest("The model's chat template does not write this input as it is.", param="input")
+    shared = yield from text_slices(tokenizer, before, room, "input", add_special_tokens=False, known=known)
+    pieces, encoded_len, tokens = [shared], 0, len(shared)
+    for index, asked in enumerate(given.questions):
+        place, own = given.place(index), deciding.text(asked)
+        pieces.append((yield from text_slices(tokenizer, own, room, place, add_special_tokens=False)))
+        tokens += len(pieces[-1])
+        check_room(room, len(shared) + len(pieces[-1]), place)
+        check_sum(tokens, given.param)
+        encoded_len += len(own)
+        if encoded_len >= SLICE_LEN or not index % AT_ONCE:
+            encoded_len = 0
+            yield
+    return pieces
+
+
+def _deciding(tokenizer: Tokenizer) -> Deciding:
+    if tokenizer.deciding is None:
+        raise PathNotServed(DECIDES_NOTHING)
+    return tokenizer.deciding
 
 
 def _reranking(tokenizer: Tokenizer) -> Reranking:

@@ -18,15 +18,20 @@ import hashlib
 import os
 import time
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 import tokenizers
 
+from shared.apis.chat_messages import ChatMessage
 from shared.apis.prompt import BranchedPrompt, ChatPrompt, PromptForm, TextPrompt
+from shared.fairness.fair_threads import at_once
+from shared.process import logs
 from shared.process.clock import SYSTEM_CLOCK, Clock
 from shared.text.chat_template import NO_DEFAULTS, ChatTemplate, variables_read
+from shared.text.deciding import MARK, THINKS_NOT, Deciding
 from shared.text.fill import Fill
 from shared.text.model_files import BadModelFile, shown
 from shared.text.reranking import Reranking
@@ -41,6 +46,8 @@ from shared.wire.shapes import TOKEN_ID_MAX
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 """Off, because the library would pass even one short text to threads of its own, which takes longer than
 encoding it. `shared.fairness.fair_threads` has a bounded number of threads."""
+
+log = logs.get(__name__)
 
 _SPECIAL_NAMES: Final = ("bos_token", "eos_token", "unk_token", "pad_token")
 
@@ -269,6 +276,20 @@ class Tokenizer:
             raise InvalidRequest("This model has no chat template. Use /v1/completions.", param="messages")
         return template
 
+    @cached_property
+    def deciding(self) -> Deciding | None:
+        """The way in which the model decides questions. None for one that cannot."""
+        try:
+            return Deciding.of(self._decision, lambda text: self.encode(text, add_special_tokens=False))
+        except (InvalidRequest, ValueError) as error:
+            log.info("tokenizer.decides_nothing", reason=str(error))
+            return None
+
+    def _decision(self, text: str) -> str:
+        """A rendered chat in which a question is asked."""
+        chat = decision_chat(text)
+        return at_once(self.template_of(chat).slices(chat))
+
     def prompt_ids(self, prompt: PromptForm) -> list[list[int]]:
         """The token ids of each of a request's prompts; a chat is one prompt, and short. Raises NotInPlace
         where template or tokenizer is not to be trusted here: `shared.text.prompts` has it done elsewhere."""
@@ -381,6 +402,12 @@ def _templates(bundle: TokenizerBundle, clock: Clock) -> tuple[ChatTemplate | No
             template = ChatTemplate(source, special, clock, arguments, defaults, takes)
         made.append(template)
     return made[0], made[1]
+
+
+def decision_chat(said: str) -> ChatPrompt:
+    """The chat in which a question about an input is asked."""
+    message = ChatMessage("user", f"{said}\n\n{MARK}")
+    return ChatPrompt([message], "input", wishes=dict(THINKS_NOT), places=("input",))
 
 
 def check_ids(ids: Sequence[int]) -> None:

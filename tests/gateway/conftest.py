@@ -237,6 +237,7 @@ async def open_house(log: io.StringIO, protocol: str) -> AsyncIterator[Open]:
             max_model_len: int = 4096,
             context_len: int | None = None,
             owned_by: str | None = None,
+            capabilities: dict[str, bool] | None = None,
             store: SharedStore | None = None,
             identity_of: IdentityOf | None = None,
             clock: Clock = SYSTEM_CLOCK,
@@ -247,7 +248,7 @@ async def open_house(log: io.StringIO, protocol: str) -> AsyncIterator[Open]:
                 max_model_len=max_model_len,
                 context_len=context_len,
             )
-            engine.owned_by = owned_by
+            engine.owned_by, engine.capabilities = owned_by, capabilities
             await stack.enter_async_context(engine)
             config = load(settings(engine.url, *more_urls, protocol=protocol, **sections), {})
             gateway = await stack.enter_async_context(

@@ -149,6 +149,8 @@ class FakeEngine:
         self.max_model_len = max_model_len
         self.owned_by: str | None = None
         """Whose it says that it is."""
+        self.capabilities: dict[str, bool] | None = None
+        """The abilities that it tells of its model."""
         self.context_len = context_len
         """The model's context, which it lists if its KV cache holds less."""
         self.script: Script | Callable[[Seen], Script] = as_asked
@@ -186,7 +188,10 @@ class FakeEngine:
     async def _handle(self, request: HttpRequest, responder: Responder) -> None:
         match request.path:
             case "/v1/models":
-                model = {"id": "tiny", "object": "model", "created": 7, "max_model_len": self.max_model_len}
+                model: dict[str, Any] = {"id": "tiny", "object": "model", "created": 7}
+                model["max_model_len"] = self.max_model_len
+                if self.capabilities is not None:
+                    model["capabilities"] = self.capabilities
                 if self.owned_by is not None:
                     model["owned_by"] = self.owned_by
                 if self.context_len is not None:

@@ -10,6 +10,7 @@ from msgspec import Raw, Struct
 
 from engine.api.answer.chat import ChatEncoder
 from engine.api.answer.completions import CompletionEncoder
+from engine.api.answer.decisions import DecisionsEncoder, decided
 from engine.api.answer.encoder import Answered, AnswerEncoder, Heading, Repeated, Vocabulary
 from engine.api.answer.messages import MessagesEncoder
 from engine.api.answer.rerank import RerankEncoder, ranked
@@ -17,6 +18,7 @@ from engine.api.answer.responses import ResponsesEncoder, failing_of
 from shared.apis import message_answers
 from shared.apis.chat import ChatRequest
 from shared.apis.completions import CompletionRequest
+from shared.apis.decisions import DecisionsRequest
 from shared.apis.generation import GenerationRequest
 from shared.apis.messages import MessagesRequest
 from shared.apis.models import VERSION_HEADER
@@ -62,6 +64,7 @@ ANSWERS: Final[Mapping[type[GenerationRequest], AnswerApi]] = {
     ResponsesRequest: AnswerApi(
         "resp_", ResponsesEncoder, opens_early=True, repeats=repeated, failing=failing_of
     ),
+    DecisionsRequest: AnswerApi("decision-", DecisionsEncoder, repeats=decided),
     **dict.fromkeys(RERANKING, AnswerApi("rerank-", RerankEncoder, repeats=ranked)),
     MessagesRequest: AnswerApi(
         "msg_",

@@ -12,6 +12,7 @@ import msgspec
 from engine.api.ask.admission import SamplingDefaults
 from engine.api.ask.rerankers import RerankerSetting, reranker_of
 from engine.api.formats.format import AnswerFormat
+from engine.api.formats.machine import AnswerMachine
 from engine.api.formats.reading import AUTO, read_format
 from engine.api.formats.response_template import BadFormat
 from engine.config import ModelTokens
@@ -67,6 +68,8 @@ class ServedModel:
     """The format of the model's answers. None where it is not known."""
     vocabulary: Vocabulary | None = None
     """The tokens as grammars know them. None where llguidance cannot read them, or no answer ends."""
+    decides: bool = False
+    """True if it decides questions about an input."""
 
     @property
     def capabilities(self) -> Capabilities:
@@ -77,6 +80,7 @@ class ServedModel:
             structured_output=self.vocabulary is not None,
             effort=EFFORT in self.tokenizer.bundle.template_arguments,
             reranking=self.tokenizer.reranking is not None,
+            decisions=self.decides,
         )
 
     @property
@@ -148,7 +152,19 @@ def load_model(
         answer_format=_answer_format(answer_format, files, tokenizer, defaults.vocab_size),
         vocab_size=defaults.vocab_size,
     )
+    model = replace(model, decides=_decides(model))
     return replace(model, vocabulary=_vocabulary(model.tokens)) if eos_ids else model
+
+
+def _decides(model: ServedModel) -> bool:
+    """True if the token behind a question is the answer to it."""
+    deciding, format_ = model.tokenizer.deciding, model.answer_format
+    if deciding is None:
+        return False
+    if format_ is not None and AnswerMachine(format_, deciding.behind, tools=None).is_reasoning:
+        log.info("engine.decides_nothing", reason="the chat template opens the model's reasoning")
+        return False
+    return all(token < model.vocab_size for labels in deciding.labels.values() for token in labels.ids)
 
 
 def _reranker(directory: Path, setting: RerankerSetting, files: TokenizerFiles) -> str | None:
