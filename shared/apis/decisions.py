@@ -24,7 +24,6 @@ LEVELS_MAX: Final = 10
 """The most levels of a score, as vLLM has it: a digit for each."""
 JSON_LEN_MAX: Final = 256 * 1024
 """Bytes of a part of JSON, written without blanks."""
-_NULL: Final = Raw(b"null")
 T = TypeVar("T")
 
 
@@ -42,13 +41,12 @@ class DecisionPart(Unshown, omit_defaults=True):
     """What a part of JSON says."""
     image_url: str | None = None
     detail: Annotated[str, Meta(max_length=16)] | None = None
-    prompt_cache_breakpoint: Raw = _NULL
+    prompt_cache_breakpoint: dict[str, Any] | None = None
     """Accepted: whatever is shared is cached."""
 
     def bare(self) -> None:
         """Leave out what says nothing here."""
-        self.image_url = self.detail = None
-        self.prompt_cache_breakpoint = _NULL
+        self.image_url = self.detail = self.prompt_cache_breakpoint = None
 
 
 _Parts = Annotated[list[DecisionPart], Meta(max_length=MESSAGES_MAX)]
@@ -134,7 +132,7 @@ class DecisionsRequest(GenerationRequest, kw_only=True, dict=True):
     questions: Questions
 
     # accepted, without effect on the answer
-    prompt_cache_options: Raw = _NULL
+    prompt_cache_options: dict[str, Any] | None = None
     safety_identifier: str | None = None
     user: str | None = None
 
