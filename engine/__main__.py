@@ -172,6 +172,8 @@ def _grammars(start: CoreStart, transport: CoreTransport) -> Future[GrammarThrea
     tokens = start.tokens
 
     def read() -> GrammarThreads | None:
+        if not tokens.vocab_size:  # nothing is generated
+            return None
         try:
             vocabulary = vocabulary_of(tokens.tokenizer_json, tokens.vocab_size, tokens.end_ids)
         except BadGrammar as error:
@@ -218,14 +220,16 @@ def _place(settings: RunnerConfig) -> Rendezvous | None:
 
 def _scheduling(config: EngineConfig, runner: RunnerInfo) -> SchedulerConfig:
     from engine.core.scheduler_config import SchedulerConfig
+    from shared.apis.embeddings import INPUTS_MAX
     from shared.fairness.fair_share import held_max
     from shared.wire.shapes import PROMPTS_MAX
 
+    prompts_max = INPUTS_MAX if runner.vector_len else PROMPTS_MAX
     return SchedulerConfig(
         step_tokens_max=config.max_step_tokens,
         # the API process keeps the bounds, by fair shares; here those that were preempted wait as well
-        queue_len_max=held_max(config.max_queue_len, PROMPTS_MAX) + config.max_num_seqs,
-        queue_tokens_max=held_max(config.max_queue_tokens, PROMPTS_MAX * runner.max_model_len),
+        queue_len_max=held_max(config.max_queue_len, prompts_max) + config.max_num_seqs,
+        queue_tokens_max=held_max(config.max_queue_tokens, prompts_max * runner.max_model_len),
         prefix_cache=config.prefix_cache,
         session_keep_s=config.session_keep_s,
         stall_deadline_s=config.stall_deadline_s,

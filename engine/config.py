@@ -17,6 +17,7 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from msgspec import Meta
 
+from engine.contract.embedders import read_cuts
 from engine.runtime.setup.runner_config import CONTEXT_LEN_MAX, RunnerConfig, Seconds
 from shared.apis.holding import memory_max
 from shared.process import setting_values
@@ -59,6 +60,17 @@ def _is_object(text: str) -> bool:
     return True
 
 
+def _are_lens(text: str) -> bool:
+    try:
+        read_cuts(text)
+    except ValueError:
+        return False
+    return True
+
+
+EmbeddingLens = Annotated[
+    str, Meta(min_length=1, max_length=256), Rule("be numbers separated by commas, or any", _are_lens)
+]
 TemplateNames = Annotated[
     str,
     Meta(min_length=1, max_length=TEMPLATE_LEN_MAX),
@@ -113,10 +125,6 @@ class EngineConfig(RunnerConfig):
     discipline: Literal["response-ratio", "fifo"] = "response-ratio"
     """Which of those that wait goes first: by class, tenant, length and waiting, or first come first
     served."""
-    max_drafts: Annotated[int, Meta(ge=0, le=15), Unit("tokens")] = 15
-    """The most tokens that are guessed for a stream from what its prompt and answer hold already, and
-    verified in one step with its next one. The tokens are the same; a step guesses as many as pay by its
-    learned cost. On a GPU and by torch's kernels none is. 0: none."""
     session_keep_s: Annotated[float, Meta(ge=0.0, le=3600.0)] = 30.0
     """The prefix cache keeps for this time, before all else, what a request leaves that belongs to a session
     or may call tools, so that the next turn finds it when the tool has run: half of the cache at most. 0: it
@@ -140,6 +148,10 @@ class EngineConfig(RunnerConfig):
     template_defaults: TemplateDefaults | None = None
     """JSON object with values for variables of the chat template that a request does not set, or may not set,
     such as {"enable_thinking": false}."""
+    embedding_dimensions: EmbeddingLens | None = None
+    """The lengths to which a request may cut vectors (dimensions): numbers, separated by commas, or any, for
+    a model that was made for it (Matryoshka). Unset: what its config.json says (is_matryoshka,
+    matryoshka_dimensions), else none."""
     answer_format: Text = "auto"
     """How the model marks reasoning and calls: the name of a family, or a file (see "Answers" in the README);
     none: neither is looked for. auto: the checkpoint's response_template, else its family's."""

@@ -23,6 +23,7 @@ class FakeDrafts:
     size: int = 1
     pause: int = 1
     read_len: int = 0
+    has_read: bool = True
     verified: int = 0
     right: int = 0
 
@@ -47,6 +48,7 @@ class FakeDrafts:
     def pass_over(self) -> None:
         """Nothing: they are offered again."""
 
-    def learn(self, drafts: int, right: int) -> None:
+    def learn(self, drafts: int, right: int) -> int:
         self.verified += drafts
         self.right += right
+        return 0

@@ -54,6 +54,8 @@ def runner_info(
     state_bytes: int = 0,
     state_places: int = 0,
     drafts_max: int = 0,
+    vector_len: int = 0,
+    state_windows: int = 0,
 ) -> RunnerInfo:
     return RunnerInfo(
         pages=pages,
@@ -71,6 +73,8 @@ def runner_info(
         state_places=state_places,
         state_copy_s=page_copy_s if state_places else 0.0,
         drafts_max=drafts_max,
+        vector_len=vector_len,
+        state_windows=state_windows,
     )
 
 
@@ -99,6 +103,15 @@ def sample(sampling: SamplingParams, logits: int, output_len: int, vocab_size: i
     return token
 
 
+def vector_of(sampling: SamplingParams, kv: array[int]) -> bytes:
+    """The vector of a prompt, which depends on what each of its positions gave, in order; empty where the
+    model fails numerically."""
+    gathered = logits_of(kv)
+    if sampling.seed % NUMERIC_SEEDS == 0 and gathered % 8 == 0:
+        return b""
+    return gathered.to_bytes(4, "little") * sampling.vector_len
+
+
 def logprobs_of(knowledge: int, token: int, tops: int) -> TokenLogprobs:
     mixed = hash((knowledge, token))
     return TokenLogprobs(-(mixed % 1000) / 100, list(range(tops)), [-float(i) for i in range(tops)])
@@ -116,6 +129,7 @@ class Solo:
     logprobs: list[TokenLogprobs]
     prompt_logprobs: list[TokenLogprobs]
     reason: FinishReason
+    vector: bytes = b""
     scores: list[float] = field(default_factory=list)
 
 
@@ -123,6 +137,9 @@ def solo(prompt_ids: Sequence[int], sampling: SamplingParams, vocab_size: int, g
     kv = array("q")
     for position, token in enumerate(prompt_ids):
         kv.append(kv_of(kv[-1] if kv else START, token, position))
+    if sampling.vector_len:
+        vector = vector_of(sampling, kv)
+        return Solo([], [], [], FinishReason.LENGTH if vector else FinishReason.NUMERIC, vector)
     answer = Solo([], [], [], FinishReason.LENGTH)
     if sampling.prompt_logprobs is not None:
         for position, follower in enumerate(prompt_ids[1:]):
@@ -171,6 +188,8 @@ class SlotState:
     table: list[int] = field(default_factory=list)
     computed_len: int | None = None
     """Tokens computed so far; None until the first row shows how many the prefix cache covers."""
+    gathered: array[int] = field(default_factory=lambda: array("q"))
+    """What its rows gave for the prompt's vector."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +219,8 @@ class FakeRunner:
         self._host_store = array("q", bytes(8 * info.host_pages * info.page_size))
         self._states = [(-1, 0)] * info.slots
         """Of each slot's state the number of tokens in it, and the last one's number."""
+        self._passed: dict[int, list[tuple[int, int]]] = {}
+        """The states that slots passed by right drafts in the step before, their own last."""
         self._places = [(-1, 0)] * info.state_places
 
     def launch(self, plan: Plan) -> Pending:
@@ -210,8 +231,9 @@ class FakeRunner:
         self._change_slots(plan)
         self._swap(plan)
         self._copy_states(plan)
+        self._passed.clear()
         self._check(plan)
-        result = RunResult([], [], [])
+        result = RunResult([], [], [], [])
         wants_logprobs = False
         assert len(plan.masks) in (0, plan.sampled)
         masks = iter(plan.masks or [b""] * plan.sampled)
@@ -229,6 +251,8 @@ class FakeRunner:
                 entries = self._prompt_logprobs(state, position, length)
                 if entries:
                     result.prompt_logprobs.append((slot, entries))
+            if sampling.vector_len:
+                self._gather(state, position, length, result)
             if sampling.scored and position + length == state.start.prompt_len:
                 result.scores.append((slot, scores_of(logits_of(self._read(state)), sampling.scored)))
             if want is Want.SAMPLE:
@@ -236,9 +260,14 @@ class FakeRunner:
                 wants_logprobs |= logprobs is not None
                 result.tokens.append(token)
                 result.logprobs.append(logprobs)
-        if not wants_logprobs:
-            result = msgspec.structs.replace(result, logprobs=[])
-        return result
+        return result if wants_logprobs else msgspec.structs.replace(result, logprobs=[])
+
+    def _gather(self, state: SlotState, position: int, length: int, result: RunResult) -> None:
+        assert position == len(state.gathered), "a vector is of all tokens, since the slot was taken"
+        state.gathered.extend(self._store[self._at(state, p)] for p in range(position, position + length))
+        if position + length == state.start.prompt_len:
+            vector = vector_of(state.start.sampling, state.gathered)
+            result.vectors.append((state.start.slot, vector))
 
     def _verify(
         self, state: SlotState, position: int, drafts: list[int], masks: Iterator[bytes], result: RunResult
@@ -247,8 +276,10 @@ class FakeRunner:
         known = len(state.tokens)
         state.tokens += drafts
         sampled: list[int] = []
+        states: list[tuple[int, int]] = []
         for at in range(len(drafts) + 1):
             self._compute(state, position + at, 1)
+            states.append(self._states[state.start.slot])
             token, logprobs = self._sampled(state, known + at, next(masks))
             sampled.append(token)
             result.tokens.append(token)
@@ -256,6 +287,8 @@ class FakeRunner:
         right = agreed(drafts, sampled)
         state.tokens[known:] = [max(token, 0) for token in sampled[: right + 1]]
         state.computed_len = known + right
+        self._states[state.start.slot] = states[right]
+        self._passed[state.start.slot] = states[: right + 1]
         return state.start.sampling.logprobs is not None
 
     def _change_slots(self, plan: Plan) -> None:
@@ -304,10 +337,12 @@ class FakeRunner:
 
     def _copy_states(self, plan: Plan) -> None:
         """Copy states out of slots, then to them; who begins without one begins anew."""
-        places = [place for _, place in plan.saved]
+        places = [place for _, place, _ in plan.saved]
         assert len(set(places)) == len(places), "two states are copied to one place"
-        for slot, place in plan.saved:
-            self._places[place] = self._states[slot]
+        for slot, place, back in plan.saved:
+            assert back < len(self._passed.get(slot, [None])), "the slot did not pass that state"
+            self._places[place] = self._passed[slot][-1 - back] if back else self._states[slot]
+            assert self._places[place][0] % self.info.page_size == 0
         for start in plan.seated:
             self._states[start.slot] = 0, START
         slots = [slot for _, slot in plan.restored]
@@ -341,6 +376,7 @@ class FakeRunner:
         decodes -= self._idle(plan)
         assert decodes == set(plan.slots[: len(decodes)]), "every decode runs in every step, and first"
         tables = Counter(page for state in self.slots.values() for page in state.table)
+        assert not self.info.state_bytes or sum(map(len, plan.drafts)) <= self.info.state_windows
         drafts = iter(plan.drafts)
         for slot, position, length, want in zip(
             plan.slots, plan.positions, plan.lengths, plan.wants, strict=True

@@ -45,7 +45,7 @@ from tests.fake_disk import FakeDisk
 from tests.fake_drafts import FakeDrafts
 from tests.fake_grammars import FakeGrammars, random_delays
 from tests.fake_runner import FakeRunner, runner_info, solo
-from tests.worlds import Message, SimConfig, draw_messages
+from tests.worlds import VECTOR_LEN, Message, SimConfig, draw_messages
 
 PAGES_CHECKED_ALWAYS = 16
 """Pages up to which a world is checked whenever anything happens. Larger ones are checked more rarely, since
@@ -68,6 +68,7 @@ class Life:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    vector: bytes = b""
     scores: list[float] = field(default_factory=list)
     started: Started | None = None
     finished: Finished | None = None
@@ -171,6 +172,8 @@ class _Simulation:
             state_places=config.state_places,
             page_copy_s=config.page_copy_s,
             drafts_max=config.drafts_max,
+            vector_len=VECTOR_LEN,
+            state_windows=config.state_windows,
         )
         self._now = 0.0
         self._held = set[int]()
@@ -383,6 +386,9 @@ class _Simulation:
             life.started = started
         for handle, entries in output.prompt_logprobs:
             self._open(handle).prompt_logprobs += entries
+        for handle, vector in output.vectors:
+            assert not self._open(handle).vector
+            self._lives[handle].vector = vector
         for handle, scores in output.scores:
             life = self._open(handle)
             assert not life.scores, "scored twice"
@@ -442,6 +448,7 @@ class _Simulation:
             return
         assert life.scores == alone.scores
         assert finished.reason is alone.reason
+        assert life.vector == alone.vector
         assert life.tokens == alone.tokens
         assert life.logprobs == alone.logprobs
         if life.tokens or finished.reason is not FinishReason.GRAMMAR:  # else it may have ended at once
@@ -450,7 +457,7 @@ class _Simulation:
 
 def _fits(message: AddSequence, config: SimConfig) -> bool:
     total_len = len(message.prompt_ids) + message.sampling.max_tokens
-    computed_len = max(len(message.prompt_ids), total_len - 1)
+    computed_len = max(total_len - 1, len(message.prompt_ids))
     return total_len <= config.max_model_len and computed_len <= config.kv_tokens
 
 

@@ -30,6 +30,8 @@ UNBOUNDED_QUEUE = SchedulerConfig(step_tokens_max=16, queue_len_max=1_000_000, s
 
 Message = AddSequence | AbortSequences | PauseSequences | ResumeSequences
 
+VECTOR_LEN: Final = 2
+"""The numbers of a prompt's vector."""
 CHEAP_S: Final = 1e-6
 """The time to copy a page where that is always cheaper than computing it."""
 
@@ -48,6 +50,8 @@ class SimConfig:
     page_copy_s: float = 0.001
     state_bytes: int = 0
     """Of a model that keeps a state by slot."""
+    state_windows: int = 0
+    """The drafts of a step of such a model."""
     state_places: int = 0
     disk: bool = False
     """True if what they keep is also written to a disk."""
@@ -80,6 +84,8 @@ class SimConfig:
     """The share of requests that ask for log-probabilities of tokens behind prompts which begin alike."""
     session_share: float = 0.3
     """The share of requests whose pages are kept for a next turn."""
+    vector_share: float = 0.1
+    """The share of requests that ask for their prompt's vector, and no answer."""
     drafts_max: int = 0
     """The most drafts that a row verifies; 0: none."""
     right_share: float = 0.7
@@ -128,6 +134,7 @@ def random_config(seed: int) -> SimConfig:
         in_flight_pause_share=rng.random() * rng.choice([0.0, 0.3, 1.0]),
         lost_share=rng.random() * rng.choice([0.0, 0.2, 1.0]),
         prompt_logprobs_share=rng.random() * rng.choice([0.0, 0.3, 1.0]),
+        vector_share=(0.0, 0.2, 0.0, 1.0, 0.5)[seed % 5],
         grammar_share=(0.0, 0.0, 0.3, 1.0)[seed // 2 % 4],
         scored_share=(0.0, 0.2, 0.0, 1.0)[seed // 4 % 4],
         drafts_max=(0, 0, 3, 15)[seed // 8 % 4],
@@ -156,6 +163,9 @@ def random_history_of_states(seed: int) -> SimConfig:
         page_copy_s=rng.choice([CHEAP_S, 0.001]),
         state_bytes=64,
         state_places=rng.choice([1, 2, 5, 40]),
+        drafts_max=(0, 3, 15)[seed % 5 % 3],
+        state_windows=(3, 15, 40)[seed // 5 % 3],
+        right_share=(0.0, 0.5, 0.9, 1.0)[seed // 15 % 4],
         slots=slots,
         prompt_len_max=max_model_len // 2,
         max_tokens_max=rng.randint(1, 16),
@@ -176,6 +186,12 @@ def random_history_of_states(seed: int) -> SimConfig:
             state_every_len=rng.choice([1, 4, 512]),
         ),
     )
+
+
+def _pooled(message: AddSequence) -> AddSequence:
+    """The same for its prompt's vector alone."""
+    sampling = SamplingParams(seed=message.sampling.seed, max_tokens=0, vector_len=VECTOR_LEN)
+    return msgspec.structs.replace(message, sampling=sampling, grammar="", has_next_turn=False)
 
 
 def draw_messages(rng: random.Random, config: SimConfig) -> list[tuple[float, Message]]:
@@ -209,13 +225,16 @@ class _Traffic:
             now += rng.expovariate(1 / config.arrival_gap_s)
             prompt = Prompt(array(TOKENS, self._prompt(prefixes)))
             grammar, has_next_turn = self._grammar(request), self._has_next_turn(request)
+            is_pooled = random.Random(f"vector {request}").random() < config.vector_share  # of its own, too
             salt = bytes([rng.randrange(config.salts)])
             behind = random.Random(f"scored {request}")  # of its own, as below
             is_scored = not grammar and behind.random() < config.scored_share
             for _ in range(rng.randint(1, config.n_max)):
                 handle += 1
                 add = self._add(handle, f"req_{request}", prompt, salt, grammar, has_next_turn)
-                messages.append((now, _scored(behind, add, prompt, config) if is_scored else add))
+                if is_scored and not is_pooled:
+                    add = _scored(behind, add, prompt, config)
+                messages.append((now, _pooled(add) if is_pooled else add))
                 if rng.random() < config.abort_share:
                     later = now + rng.expovariate(1 / 0.3)
                     messages += [(later, AbortSequences([handle]))] * rng.randint(1, 2)

@@ -95,6 +95,9 @@ class SamplingParams(msgspec.Struct, array_like=True, frozen=True):
     prompt_logprobs: int | None = None
     """The same for each prompt token but the first. Until they are sent, such a sequence takes nothing from
     the prefix cache, because cached positions are not computed and so have no logits."""
+    vector_len: int = 0
+    """The numbers of the prompt's vector, where that is asked for; 0: it is not. Then `max_tokens` is 0. Such
+    a sequence takes nothing from the prefix cache and leaves nothing there: its vector may be of all tokens."""
     scored: bytes = b""
     """Token ids, packed, whose log-probabilities behind the prompt are asked for; b"": none are. Then
     `max_tokens` is 0: nothing is sampled."""
@@ -165,6 +168,8 @@ class AddRequest(msgspec.Struct, array_like=True, frozen=True, tag="add"):
     has_next_turn: bool = False
     """True if a prompt that goes on from the answer is likely to come within seconds, as when the tool that
     it calls has run."""
+    prediction: bytes = b""
+    """The tokens, packed, that each answer is expected to have; empty: nothing is."""
     shared: bytes = b""
     """Token ids, packed, with which all prompts begin. What follows them is each prompt's alone: others find
     the pages of these, and of nothing behind them. b"": the prompts share nothing that is known."""
@@ -265,6 +270,11 @@ class RunnerInfo(msgspec.Struct, array_like=True, frozen=True):
     """Time to copy a state to its place or back, measured while warming up, in seconds; 0.0: not measured."""
     drafts_max: int = 0
     """The most drafts that a row can verify, with the same tokens as without, to the bit; 0: none."""
+    vector_len: int = 0
+    """The numbers of the vector that it makes of a prompt (`engine.contract.embedders`); 0: it makes none."""
+    state_windows: int = 0
+    """The most drafts of all rows of a step, of a model that has states: each takes a state beside those of
+    slots until the next step."""
 
 
 class CoreReady(msgspec.Struct, array_like=True, frozen=True, tag="ready"):
@@ -337,6 +347,8 @@ class Finished(msgspec.Struct, array_like=True, frozen=True):
     """Drafts of its tokens that steps verified, or were verifying at its end."""
     accepted: int = 0
     """The part of them that were right."""
+    mispredicted: int = 0
+    """The part of them that were wrong and its caller's, who is charged for them (`StepOutput.predicted`)."""
 
 
 class DiskCounts(msgspec.Struct, array_like=True, frozen=True):
@@ -464,6 +476,12 @@ class StepOutput(msgspec.Struct, array_like=True, frozen=True, tag="step"):
     moved: list[Moved] = []
     record: StepRecord | None = None
     """The step that was committed last; None when none was since the last output."""
+    vectors: list[tuple[int, bytes]] = []
+    """Pairs of a handle and the vector of its prompt, little-endian float32. The sequence ends in the same
+    output."""
+    predicted: list[tuple[int, int, int]] = []
+    """For each sequence that verified tokens of its prediction: its handle, how many of them were right, and
+    how many were not."""
     scores: list[tuple[int, list[float]]] = []
     """Pairs of a handle and the log-probabilities of its `SamplingParams.scored`, in their order. The
     sequence ends in the same output."""
@@ -519,6 +537,7 @@ class Plan(msgspec.Struct, array_like=True, frozen=True):
     A row that verifies computes its sequence's newest token and the drafts behind it, and samples a token
     behind each of these as if all drafts before it were known. Of these tokens count the first, and each
     whose predecessor is the draft in its place (`agreed`): the runner appends these, and forgets the others.
+    Where a model has states, the slot's is that behind the last draft that is right.
     """
 
     step: int
@@ -547,9 +566,10 @@ class Plan(msgspec.Struct, array_like=True, frozen=True):
     row that verifies has a mask for each of its tokens."""
     drafts: list[list[int]] = []
     """For each row that verifies, in order, the tokens that are likely to follow, at least one."""
-    saved: list[tuple[int, int]] = []
-    """Pairs (slot, place): copy the state that the slot has before this plan to the place. The slot may have
-    been left, and seated again."""
+    saved: list[tuple[int, int, int]] = []
+    """Triples (slot, place, back): copy the state that the slot has before this plan to the place. The slot
+    may have been left, and seated again. With `back` the state is the one so many tokens before, of those
+    that the slot passed by drafts in the plan before this one."""
     restored: list[tuple[int, int]] = []
     """Pairs (place, slot): copy the state in the place to the slot, after all copies out of slots."""
 
@@ -570,6 +590,9 @@ class RunResult(msgspec.Struct, array_like=True, frozen=True):
     prompt_logprobs: list[tuple[int, list[TokenLogprobs]]]
     """For each slot that asked: the slot, and for each prompt position computed in this step the
     log-probabilities of the prompt token that follows it. The prompt's last position has no follower."""
+    vectors: list[tuple[int, bytes]] = []
+    """For each slot that asked and whose prompt was completed in this step: the slot, and the prompt's vector,
+    `vector_len` numbers as little-endian float32; b"" where they are not finite."""
     scores: list[tuple[int, list[float]]] = []
     """For each slot that asked and whose prompt was completed in this step: the slot, and the
     log-probabilities of its `SamplingParams.scored`; NaN where the logits were not finite."""

@@ -197,7 +197,8 @@ class Scheduler:
             service_class=message.service_class,
             has_next_turn=message.has_next_turn,
             first_token_by=now + message.first_token_s,
-            named_len=message.shared_len or NEVER,
+            prediction=message.prediction,
+            named_len=0 if message.sampling.vector_len else message.shared_len or NEVER,
         )
         if self._drafting is not None and not message.grammar:
             sequence.drafts_from = sequence.prompt_len
@@ -239,6 +240,8 @@ class Scheduler:
 
     def _can_ever_run(self, prompt: Prompt, sampling: SamplingParams) -> bool:
         if not prompt or sampling.max_tokens < 0 or prompt.highest >= self._runner.vocab_size:
+            return False
+        if sampling.vector_len > (0 if sampling.max_tokens else self._runner.vector_len):
             return False
         if sampling.scored and (
             sampling.max_tokens or max(unpacked(sampling.scored)) >= self._runner.vocab_size
@@ -378,7 +381,7 @@ class Scheduler:
         tier = self._allocator.host_tier
         swapped_out, swapped_in = tier.take_copies(self._step) if tier.has_copies else ([], [])
         states = self._allocator.states
-        saved, restored = ([], []) if states is None else states.take_copies()
+        saved, restored = ([], []) if states is None else states.take_copies(self._step)
         plan = Plan(
             step=self._step,
             left=self._allocator.take_left(),
@@ -476,6 +479,8 @@ class Scheduler:
             stats=self.stats(),
             moved=self._allocator.take_moved(),
             record=self._book.take(),
+            vectors=news.vectors,
+            predicted=news.predicted,
             scores=news.scores,
         )
 

@@ -148,6 +148,8 @@ class Sequence:
     verifying: int = 0
     """Drafts that a step in flight verifies. They are counted as in flight, and the tokens behind them as
     coming, as if all were right."""
+    prediction: array[int] | None = None
+    """What its caller expects its output to be."""
     drafter: Drafts | None = None
     """Finds its drafts; None before it is first looked at, and where it drafts nothing."""
     foreseen: Sequence_[int] = ()
@@ -163,6 +165,8 @@ class Sequence:
     drafted: int = 0
     """Drafts that steps verified, or verify."""
     accepted: int = 0
+    mispredicted: int = 0
+    """The drafts that its caller predicted, and that were wrong."""
     last_step: int = 0
     """The number of the newest step that computes for it, in flight or committed; 0: none."""
     given_up_len: int = 0
@@ -171,6 +175,8 @@ class Sequence:
     """Tokens among these that steps computed again, or compute again."""
     is_only_read: bool = field(init=False)
     """True if its prompt is computed and nothing sampled. It is never a decode."""
+    is_pooled: bool = field(init=False)
+    """True if its prompt's vector is asked for. What the runner gathered for that is lost with the slot."""
     expected_len: int = field(init=False)
     """Known tokens that are still to be computed: while it waits, those that the prefix cache lacked at the
     last look-up; while it computes its prompt, those pending at the last plan."""
@@ -179,6 +185,9 @@ class Sequence:
     state_len: int = 0
     """The tokens behind which the newest snapshot of its state was taken, or restored
     (`engine.core.step.state_tier`)."""
+    passed: int = 0
+    """The drafts that were right in its last row, if that verified and has landed: its slot still has the
+    states before them, until a step behind computes."""
     branch_len: int = 0
     """The tokens of its prefix whose pages were found when it was admitted, with a state or without."""
     named_len: int = NEVER
@@ -205,6 +214,7 @@ class Sequence:
         assert 1 <= self.prompt_len == len(self.tokens)
         assert self.sampling.max_tokens >= 0
         self.is_only_read = not self.sampling.max_tokens
+        self.is_pooled = self.sampling.vector_len > 0
         self._phase_since = self.arrived_at
         self.expected_len = self.prompt_len
 
@@ -256,15 +266,17 @@ class Sequence:
         """The number of leading tokens that may come from the prefix cache instead of being computed.
 
         That is never the last known token, whose logits are needed. Positions whose prompt log-probabilities
-        are asked for and not sent yet must be computed too.
+        are asked for and not sent yet must be computed too, and all where the vector of the prompt is.
         """
+        if self.is_pooled:
+            return 0
         return self.prompt_logprobs_sent if self.is_scored else len(self.tokens) - 1
 
     @property
     def prompt_identity(self) -> PageIdentity | None:
         """The identity of all that others with the same prompt may take of it; None for a prompt of one
-        token."""
-        return self.chain.identity(self.tokens, self.prompt_len - 1)
+        token, and where its vector is asked for."""
+        return None if self.is_pooled else self.chain.identity(self.tokens, self.prompt_len - 1)
 
     @property
     def is_scored(self) -> bool:
@@ -346,7 +358,7 @@ class Sequence:
         """Count a step that computes its next `length` tokens, and what it brings."""
         assert self.status is Status.RUNNING
         assert step > self.last_step
-        self.last_step = step
+        self.last_step, self.passed = step, 0
         if self.given_up_len:
             self.again_tokens += max(0, min(self.given_up_len - self.planned_len, length))
         self.in_flight_len += length
@@ -375,16 +387,18 @@ class Sequence:
         self.in_flight_len -= length
         self.coming -= want is Want.SAMPLE
 
-    def land_drafts(self, accepted: int) -> None:
+    def land_drafts(self, accepted: int) -> int:
         """Count the drafts of its row in flight as `accepted` right ones and none else, so that what is left
-        is to be landed as so many decodes and one more."""
+        is to be landed as so many decodes and one more. Returns how many of the drafts, the leading ones, its
+        caller predicted."""
         wrong = self.verifying - accepted
-        if self.drafter is not None:
-            self.drafter.learn(self.verifying, accepted)
+        predicted = 0 if self.drafter is None else self.drafter.learn(self.verifying, accepted)
+        self.mispredicted += max(0, predicted - accepted)
         self.in_flight_len -= wrong
         self.coming -= wrong
         self.accepted += accepted
-        self.verifying = 0
+        self.verifying, self.passed = 0, accepted
+        return predicted
 
     def append(self, token: int, now: float) -> None:
         """Append a sampled token to the known ones."""
@@ -420,6 +434,7 @@ class Sequence:
             grammar_s=self.grammar_s,
             drafted=self.drafted,
             accepted=self.accepted,
+            mispredicted=self.mispredicted,
         )
 
     def _vacate(self) -> None:

@@ -21,6 +21,8 @@ Rules:
 5. The bound is never passed: a token for each byte of the text, a frame for each message, what templates say
    about tools, the model's number for each image. A caller with a budget reserves it as long as the budget
    has so much left.
+6. What a caller predicts is reserved once for each choice, beside the most that this may have: an engine
+   charges what of it turns out wrong, and no more than all of it.
 """
 
 from __future__ import annotations
@@ -28,14 +30,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Final
 
-from msgspec import Raw, Struct
+from msgspec import UNSET, Raw, Struct
 
 from shared.apis.chat_messages import ImagePart
 from shared.apis.generation import GenerationRequest, PromptExtension
+from shared.apis.prediction import PREDICTION
 from shared.apis.prompt import BranchedPrompt, ChatPrompt, PromptForm
 from shared.fairness.fair_threads import FairThreads, Slices
 from shared.text.branches import pieces_of
 from shared.text.known_pieces import KnownPieces
+from shared.text.prompts import text_slices
 from shared.text.tokenizer import Tokenizer
 from shared.wire.errors import NotInPlace
 from shared.wire.room import Room
@@ -69,6 +73,9 @@ class TokenCount(Struct, frozen=True):
     bound: int
     """The most tokens that all prompts together can have: by rule 5 it is never passed. The same as
     `prompt_tokens` where those were counted."""
+    predicted: int = 0
+    """The tokens of what the caller predicts, where they were counted: an estimate has them among
+    `prompt_tokens`."""
 
     @property
     def is_exact(self) -> bool:
@@ -83,6 +90,8 @@ class TokenSpan(Struct, frozen=True):
     """The tokens of the prompt that are set aside where there are so many: its bound where a budget counts
     them."""
     choices: int
+    predicted: int
+    """The tokens that each choice may be charged beside its own: those of its prediction (rule 6)."""
     least_each: int
     """Tokens of one choice."""
     most_each: int
@@ -93,25 +102,26 @@ class TokenSpan(Struct, frozen=True):
 
     @property
     def least(self) -> int:
-        return self.prompt_tokens + self.choices * self.least_each
+        return self.prompt_tokens + self.choices * (self.least_each + self.predicted)
 
     @property
     def wanted(self) -> int:
         """The tokens without which the request could pass what it reserved."""
-        return self.prompt_most + self.choices * self.least_each
+        return self.prompt_most + self.choices * (self.least_each + self.predicted)
 
     @property
     def most(self) -> int:
-        return self.prompt_most + self.choices * self.most_each
+        return self.prompt_most + self.choices * (self.most_each + self.predicted)
 
     def maximum_each(self, granted: int) -> int:
         """The most tokens of each choice, so that all together stay within what was granted."""
-        return max(1, self.least_each, (granted - self.prompt_most) // self.choices)
+        each = (granted - self.prompt_most) // self.choices - self.predicted
+        return max(1, self.least_each, each)
 
     def estimated(self, granted: int) -> int:
         """The tokens to charge where no engine reports what was used."""
         each = self.maximum_each(granted) if self.is_open else self.least_each
-        return self.prompt_tokens + self.choices * each
+        return self.prompt_tokens + self.choices * (each + self.predicted)
 
 
 async def count_tokens(
@@ -142,13 +152,20 @@ async def count_tokens(
     if isinstance(prompt, BranchedPrompt):  # what its prompts share is computed once
         shared_len, *lengths = lengths
         return TokenCount(total, shared_len + max(lengths), len(lengths), extension, total)
-    return TokenCount(total, max(lengths), len(lengths), extension, total)
+    if text := request.predicted_text:
+        work = text_slices(tokenizer, text, None, PREDICTION, add_special_tokens=False)
+        extension.predicted_ids = await threads.run(tenant, work)
+    predicted = 0 if extension.predicted_ids is UNSET else len(extension.predicted_ids)
+    return TokenCount(total, max(lengths), len(lengths), extension, total, predicted)
 
 
 def check_fits(request: GenerationRequest, count: TokenCount, room: Room | None) -> None:
     """Raises ContextLengthExceeded or NeverFits, when the count is exact and the room is known."""
     if isinstance(request.prompt_form, BranchedPrompt):
         return  # each was looked at where it was counted
+    if not request.answers:
+        _check_prompts_fit(request, count, room)
+        return
     stated = request.stated_tokens_max
     tokens = count.longest + max(1, stated or 0)
     if room is None or count.extension is None or tokens <= room.most:
@@ -158,6 +175,17 @@ def check_fits(request: GenerationRequest, count: TokenCount, room: Room | None)
     if stated is None or count.longest >= room.most:
         raise error(f"{message}.", param=request.prompt_param)
     raise error(f"{message}: there is no room for {stated} more.", param=request.max_tokens_param)
+
+
+def _check_prompts_fit(request: GenerationRequest, count: TokenCount, room: Room | None) -> None:
+    """The same where nothing is generated: each prompt may take all of the room."""
+    if room is None or count.extension is None or count.longest <= room.prompt_most:
+        return
+    form = request.prompt_form
+    at = next(at for at, ids in enumerate(count.extension.prompt_ids) if len(ids) > room.prompt_most)
+    place = form.place(at)
+    error, holds = room.refused(count.longest)
+    raise error(f"{holds}, and {place} has {len(count.extension.prompt_ids[at])}.", param=place)
 
 
 def span(
@@ -177,19 +205,20 @@ def span(
     bounds what is generated.
     """
     choices = (request.n or 1) * count.prompts
-    prompts = count.prompt_tokens, count.bound if is_budgeted else count.prompt_tokens
+    prompt_most = count.bound if is_budgeted else count.prompt_tokens
+    fixed = count.prompt_tokens, prompt_most, choices, count.predicted
     left = estimate if room is None else max(1, room.most - count.longest)
     stated = request.output_tokens_max
     if stated is not None:
         if stated > left and room is not None and request.stated_tokens_max is None:  # it need not fit
-            return TokenSpan(*prompts, choices, left, left, is_cut=True)
-        return TokenSpan(*prompts, choices, stated, stated)
+            return TokenSpan(*fixed, left, left, is_cut=True)
+        return TokenSpan(*fixed, stated, stated)
     each = min(estimate, left)
     if tokens_max is None:
-        return TokenSpan(*prompts, choices, each, each)
+        return TokenSpan(*fixed, each, each)
     share = tokens_max // QUOTA_SHARE_MAX // choices
     least = max(1, request.min_tokens or 0, min(each, share))
-    return TokenSpan(*prompts, choices, least, max(least, left), is_open=True)
+    return TokenSpan(*fixed, least, max(least, left), is_open=True)
 
 
 def _is_short(prompt: PromptForm) -> bool:
@@ -240,7 +269,7 @@ def estimate_slices(
         if name in passed_over or memoryview(value)[0] not in _TEXT_BEGINS:
             continue
         # what of a prediction does not come true is billed beside each choice's own tokens
-        times = (request.n or 1) if name == "prediction" else 1
+        times = (request.n or 1) if name == PREDICTION else 1
         beside += times * (yield from _text_slices(bytes(value)))
         beside_len += times * len(value)
     form = request.prompt_form

@@ -35,9 +35,13 @@ class Used(Struct, frozen=True):
     cached: int = 0
     """Those of them that were found in a prefix cache."""
     completion: int = 0
-    """Tokens of its answers, as the engine reported."""
+    """Tokens of its answers, as the engine reported, and those of a prediction that turned out wrong."""
     estimated: int = 0
     """Tokens that are charged without a report: those that had been reserved."""
+    predicted: int = 0
+    """Those of the completion's that were taken from what the caller predicted."""
+    mispredicted: int = 0
+    """Those of the completion's that were tried from there, and are in no answer."""
 
     @property
     def tokens(self) -> int:

@@ -55,7 +55,7 @@ _EPOCH: Final = date(1970, 1, 1)
 log = logs.get(__name__)
 
 
-class BillingLine(Struct, frozen=True):
+class BillingLine(Struct, frozen=True, omit_defaults=True):
     """The charge for a settled request."""
 
     id: ReservationId
@@ -75,6 +75,10 @@ class BillingLine(Struct, frozen=True):
     completion_tokens: int
     estimated_tokens: int
     """Tokens that are charged without an engine's report."""
+    accepted_prediction_tokens: int = 0
+    """The part of the completion's tokens that was taken from what the caller predicted."""
+    rejected_prediction_tokens: int = 0
+    """The part that was tried from there, and is in no answer."""
 
 
 def _count(rows: UsageRows, data: bytes) -> None:
@@ -160,6 +164,8 @@ class Billing:
             used.cached,
             used.completion,
             used.estimated,
+            used.predicted,
+            used.mispredicted,
         )
         self._queue.append(msgspec.json.encode(line) + b"\n")
         self._noted_lines += 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from gateway.endpoints.endpoint import Endpoint
-from gateway.endpoints.passing import EXTENSIONS, NESTED, OPENAI, shaped_tools
+from gateway.endpoints.passing import EXTENSIONS, NESTED, OPENAI, shaped_prediction, shaped_tools
 from shared.apis.chat import ChatChunk, ChatCompletion, ChatRequest
 from shared.apis.generation import GenerationRequest
 
@@ -36,5 +36,5 @@ CHAT: Final = _Chat(
     summary="Answer a chat.",
     event=ChatChunk,
     passes=(OPENAI_CHAT - WITHHELD) | EXTENSIONS,
-    nested=(("tools", shaped_tools), *NESTED),
+    nested=(("tools", shaped_tools), ("prediction", shaped_prediction), *NESTED),
 )

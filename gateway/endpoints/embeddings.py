@@ -1,4 +1,4 @@
-"""OpenAI's embeddings at the gateway, of engines of other makes: none of ours embeds."""
+"""OpenAI's embeddings at the gateway."""
 
 from __future__ import annotations
 

@@ -9,6 +9,7 @@ from typing import Final
 import msgspec
 from msgspec import Raw
 
+from shared.apis.prediction import Prediction, known_prediction
 from shared.apis.tools import Tool, known_tools
 from shared.wire.errors import InvalidRequest
 
@@ -61,6 +62,7 @@ _TEMPLATE_OWN: Final = frozenset({"chat_template", "conversation", "messages", "
 
 _object: Final = msgspec.json.Decoder(dict[str, Raw] | None)
 _tools: Final = msgspec.json.Decoder(list[Tool] | None)
+_prediction: Final = msgspec.json.Decoder(Prediction | None)
 
 
 def stream_options(value: Raw, left_out: list[str]) -> Raw:
@@ -79,6 +81,15 @@ def shaped_tools(value: Raw, left_out: list[str]) -> Raw:
     if not (tools := _tools.decode(value)):
         return value
     known, surplus = known_tools(tools, value)
+    left_out += surplus
+    return known
+
+
+def shaped_prediction(value: Raw, left_out: list[str]) -> Raw:
+    """The prediction of a request that was read, without what its shape does not have."""
+    if (prediction := _prediction.decode(value)) is None:
+        return value
+    known, surplus = known_prediction(prediction, value)
     left_out += surplus
     return known
 

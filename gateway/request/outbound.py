@@ -17,8 +17,8 @@ Rules for the fields that an engine of another make is sent:
    and `use_beam_search` compute more sequences than are answered, `kv_transfer_params` names another host.
    Nobody can list all of them, so the list is of what is harmless, or is counted. Operators may add to it
    (`pass_fields`).
-2. Messages and tools are sent in OpenAI's shapes for them, and nothing beside: vLLM takes a part of type
-   `text` with an `image_url` for an image. A tool that the engine would call itself is refused.
+2. Messages, tools and predictions are sent in OpenAI's shapes for them, and nothing beside: vLLM takes a part
+   of type `text` with an `image_url` for an image. A tool that the engine would call itself is refused.
 3. Engines fetch what a URL names from where they stand. An image is sent with the request (`data:`), or
    comes from a host that operators allow (`image_hosts`).
 4. A field that is left out is named to its caller. Names are compared as they are, since some engines read

@@ -494,7 +494,13 @@ def used_tokens(progress: Progress, estimated: int) -> Used:
     """The tokens that a request is charged in the end: what the engine reports, else the estimate (rule
     2)."""
     if (closing := progress.closing) is not None:
-        return Used(closing.prompt_tokens, closing.cached_tokens, closing.completion_tokens)
+        return Used(
+            closing.prompt_tokens,
+            closing.cached_tokens,
+            closing.completion_tokens,
+            predicted=closing.accepted_prediction_tokens,
+            mispredicted=closing.rejected_prediction_tokens,
+        )
     if (progress.refused or not progress.dispatched) and not progress.lost:
         return NOTHING
     return Used(estimated=estimated)

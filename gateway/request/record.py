@@ -180,6 +180,9 @@ class ExchangeRecord(GatewayLine, eq=False):
         self.cached_tokens = closing.cached_tokens
         self.host_tokens, self.disk_tokens = closing.host_tokens, closing.disk_tokens
         self.reasoning_tokens, self.calls = closing.reasoning_tokens, closing.calls
+        accepted, rejected = closing.accepted_prediction_tokens, closing.rejected_prediction_tokens
+        if accepted or rejected:
+            self.accepted_prediction_tokens, self.rejected_prediction_tokens = accepted, rejected
         self.causes = closing.causes or None
         self.engine_end_reason = closing.end_reason
         self.engine_edge_ms, self.engine_body_ms = closing.edge_ms, closing.body_ms
@@ -201,7 +204,8 @@ HTTP2_STREAMS: Final = Gauge("penstock_gateway_http2_streams", "Streams to engin
 TOKENS: Final = Counter(
     "penstock_gateway_tokens",
     "Tokens as the engine counted; of prompt and cached the parts of requests that name a session are told "
-    "again as session_prompt and session_cached.",
+    "again as session_prompt and session_cached; of completion those that were tried from a caller's "
+    "prediction, as predicted where they are in the answer, else as mispredicted.",
     ("model", "tenant", "kind"),
 )
 CALLS: Final = Counter("penstock_gateway_calls", "Calls of functions in answers.", ("model", "tenant"))
@@ -354,3 +358,6 @@ def _count_tokens(record: ExchangeRecord, model: str, tenant: str) -> None:
         reasoning, calls = _answer_series(model, tenant)
         reasoning.value += record.reasoning_tokens or 0
         calls.value += record.calls or 0
+    if record.rejected_prediction_tokens is not None:
+        TOKENS.inc(model, tenant, "predicted", by=record.accepted_prediction_tokens or 0)
+        TOKENS.inc(model, tenant, "mispredicted", by=record.rejected_prediction_tokens)

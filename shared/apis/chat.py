@@ -12,6 +12,7 @@ from shared.apis.chat_messages import ChatMessage, FunctionToolCall
 from shared.apis.choices import ChoicesRequest
 from shared.apis.generation import FinishReasonName, Usage
 from shared.apis.nothing import EXTENSIONS, FALSE, LOOKED_INTO, NONE, Nothing
+from shared.apis.prediction import Prediction, check_prediction, known_prediction
 from shared.apis.prompt import ChatPrompt
 from shared.apis.tools import (
     ChoiceObject,
@@ -39,7 +40,7 @@ class ChatRequest(ChoicesRequest, kw_only=True):
     nothing: ClassVar[Mapping[str, Nothing]] = {
         **EXTENSIONS,
         **dict.fromkeys(("tools", "tool_choice", "reasoning_effort"), LOOKED_INTO),
-        **dict.fromkeys(("chat_template_kwargs", "continue_final_message"), LOOKED_INTO),
+        **dict.fromkeys(("chat_template_kwargs", "continue_final_message", "prediction"), LOOKED_INTO),
         "modalities": ([], ["text"]),
         "audio": NONE,
         "verbosity": ("medium",),
@@ -73,6 +74,8 @@ class ChatRequest(ChoicesRequest, kw_only=True):
     """True to go on where the last message, one of the assistant's, ends."""
     add_generation_prompt: bool | None = None
     """False to end the prompt without the beginning of an assistant's message."""
+    prediction: Prediction | None = None
+    """The text that most of the answer is expected to be, by which it takes fewer steps."""
 
     # accepted when they ask for nothing; `nothing` says when they do
     functions: Raw = _NULL
@@ -99,6 +102,8 @@ class ChatRequest(ChoicesRequest, kw_only=True):
         if self.reasoning_effort not in (None, *EFFORTS):
             message = f"reasoning_effort must be one of {', '.join(EFFORTS)}."
             raise InvalidRequest(message, param="reasoning_effort")
+        if self.prediction is not None:
+            check_prediction(self.prediction)
         super().check_for_ours(fields)
         outputs, choice = self.structured_outputs, self.tool_choice_asked
         if choice.mode is ToolMode.REQUIRED and outputs is not None and outputs.structure is not None:
@@ -109,7 +114,10 @@ class ChatRequest(ChoicesRequest, kw_only=True):
             raise InvalidRequest(message, param="continue_final_message")
 
     def unknown_within(self, fields: Mapping[str, Raw]) -> list[str]:
-        return known_tools(self.tools, fields["tools"])[1] if self.tools else []
+        unknown = known_tools(self.tools, fields["tools"])[1] if self.tools else []
+        if self.prediction is not None:
+            unknown += known_prediction(self.prediction, fields["prediction"])[1]
+        return unknown
 
     @property
     def tools_asked(self) -> Sequence[Tool]:
@@ -126,6 +134,10 @@ class ChatRequest(ChoicesRequest, kw_only=True):
     @property
     def thinking_tokens_max(self) -> int | None:
         return None if self.thinking_token_budget == -1 else self.thinking_token_budget
+
+    @property
+    def predicted_text(self) -> str | None:
+        return None if self.prediction is None else self.prediction.text
 
     @property
     def shows_reasoning(self) -> bool:

@@ -8,9 +8,9 @@ from typing import Annotated, ClassVar, Final, Literal
 from msgspec import Meta, Raw, Struct
 
 from shared.apis.generation import GenerationRequest
-from shared.apis.nothing import LOOKED_INTO, Nothing
+from shared.apis.nothing import Nothing
 from shared.apis.prompt import Prompt, TextPrompt
-from shared.wire.errors import InvalidRequest, PathNotServed
+from shared.wire.errors import InvalidRequest
 from shared.wire.shapes import TOKENS_MAX, Unshown
 
 INPUTS_MAX: Final = 2048
@@ -22,7 +22,9 @@ class EmbeddingsRequest(GenerationRequest, kw_only=True):
     path: ClassVar[str] = "/v1/embeddings"
     operation: ClassVar[str] = "embeddings"
     prompt_param: ClassVar[str] = "input"
-    nothing: ClassVar[Mapping[str, Nothing]] = {"input": LOOKED_INTO}
+    answers: ClassVar[bool] = False
+    ability: ClassVar[str] = "embeddings"
+    nothing: ClassVar[Mapping[str, Nothing]] = {"add_special_tokens": (True,)}
 
     input: Prompt
     """A text, several of them, the token ids of one, or those of several: 2,048 at most."""
@@ -31,26 +33,25 @@ class EmbeddingsRequest(GenerationRequest, kw_only=True):
     dimensions: Annotated[int, Meta(ge=1, le=DIMENSIONS_MAX)] | None = None
     """The length of each vector, of models that can be cut."""
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=TOKENS_MAX)] | None = None
-    """vLLM's extension: an input that is longer is cut, with -1 to what the model takes. Without it, it is an
-    error."""
+    """vLLM's extension: of an input that is longer the first tokens are taken, so many, or with -1 as many as
+    the model takes; special tokens that its tokenizer adds count. Without it, such an input is an error."""
     user: str | None = None
 
     @property
     def prompt_form(self) -> TextPrompt:
-        return TextPrompt(self.input, "input")
+        return TextPrompt(self.input, "input", cut=self.truncate_prompt_tokens, is_answered=False)
 
     def check(self, fields: Mapping[str, Raw]) -> None:
         if self.stream:
             raise InvalidRequest("Embeddings are not streamed.", param="stream")
+        if self.truncate_prompt_tokens == 0:
+            message = "truncate_prompt_tokens must be -1, or at least 1."
+            raise InvalidRequest(message, param="truncate_prompt_tokens")
         if self.prompt_form.count() > INPUTS_MAX:
             raise InvalidRequest(f"input must have at most {INPUTS_MAX} items.", param="input")
         items = [self.input] if isinstance(self.input, str) or isinstance(self.input[0], int) else self.input
         if not all(items):
             raise InvalidRequest("input must have no item that is empty.", param="input")
-
-    def check_for_ours(self, fields: Mapping[str, Raw]) -> None:
-        """Raises PathNotServed: no engine of ours embeds."""
-        raise PathNotServed("The engine of this model computes no embeddings.")
 
     @property
     def output_tokens_max(self) -> int:

@@ -32,6 +32,8 @@ class PromptExtension(Unshown):
     tokenizer: str
     prompt_ids: list[list[int]]
     """One list per prompt; a chat has one prompt."""
+    predicted_ids: list[int] | UnsetType = UNSET
+    """Those of the text that the caller predicts, where it predicts one."""
 
 
 class GenerationRequest(Request, kw_only=True):
@@ -109,6 +111,11 @@ class GenerationRequest(Request, kw_only=True):
     @property
     def thinking_tokens_max(self) -> int | None:
         """The most tokens of each choice's reasoning. None leaves it to the model."""
+        return None
+
+    @property
+    def predicted_text(self) -> str | None:
+        """The text that each choice is expected to be. None where the caller predicts none."""
         return None
 
     @property
@@ -232,6 +239,11 @@ class PromptTokensDetails(Struct):
 
 class CompletionTokensDetails(Struct):
     reasoning_tokens: int = 0
+    accepted_prediction_tokens: int | UnsetType = UNSET
+    """Where the caller predicted the answer: the tokens of it that were taken from there."""
+    rejected_prediction_tokens: int | UnsetType = UNSET
+    """The tokens that were tried from there, and are not in the answer. They are counted among
+    `completion_tokens`, too, as OpenAI does."""
 
 
 class Usage(Struct):
@@ -240,7 +252,7 @@ class Usage(Struct):
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
     completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
-    """Of models that reason, the part of `completion_tokens` that is reasoning."""
+    """The parts of `completion_tokens`, of models that reason and where the caller predicted the answer."""
 
 
 FinishReasonName = Literal["stop", "length", "tool_calls"]

@@ -12,6 +12,7 @@ from typing import Final, Literal, Self
 
 from msgspec import UNSET, Struct, UnsetType
 
+from shared.apis.embeddings import EmbeddingsRequest
 from shared.apis.generation import GenerationRequest
 from shared.wire.errors import PathNotServed
 from shared.wire.room import Room
@@ -33,6 +34,8 @@ class Capabilities(Struct, frozen=True):
     """True if answers can be held to a schema."""
     effort: bool = False
     """True if its chat template reads `reasoning_effort`."""
+    embeddings: bool = False
+    """True if it makes vectors of texts."""
     generation: bool = True
     """True if it generates."""
     reranking: bool = False
@@ -47,7 +50,8 @@ class Capabilities(Struct, frozen=True):
 
 
 _LACKS: Final[Mapping[str, str]] = {
-    "generation": "This model generates nothing.",
+    "generation": f"This model makes vectors of texts, at {EmbeddingsRequest.path}, alone.",
+    "embeddings": "This model computes no embeddings.",
     "decisions": "This model decides nothing: it has no chat template, no labels, or reasons first.",
     "reranking": "This model is no reranker: it ranks no documents.",
 }

@@ -58,6 +58,16 @@ class TextPrompt(Unshown):
     """The name of the request's field that holds them."""
     suffix: str | None = None
     """The text behind the one that is asked for."""
+    cut: int | None = None
+    """The tokens that each is cut to where it has more; `CUT_TO_ROOM` for as many as there is room for. None
+    where one that is too long is an error."""
+    is_answered: bool = True
+    """False if nothing is generated behind a prompt, so that it may take all of the room."""
+
+    def place(self, index: int) -> str:
+        """The name of a prompt in errors."""
+        is_one = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
+        return self.param if is_one else f"{self.param}[{index}]"
 
     def count(self) -> int:
         """Count the prompts. Raises InvalidRequest when there is none, or kinds are mixed."""

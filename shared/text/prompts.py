@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import Final
 
 from shared.apis.holding import TOKENS_MAX
-from shared.apis.prompt import ChatPrompt, TextPrompt
+from shared.apis.prompt import CUT_TO_ROOM, ChatPrompt, TextPrompt
 from shared.fairness.fair_threads import Slices
 from shared.text.fill import no_fill
 from shared.text.known_pieces import TenantPieces
@@ -23,6 +23,8 @@ from shared.text.tokenizer import Tokenizer, check_ids
 from shared.wire.errors import ApiError, InvalidRequest
 from shared.wire.room import Room
 
+CUT_PARAM: Final = "truncate_prompt_tokens"
+"""The name of the field by which prompts are cut."""
 KNOWN_AT_ONCE: Final = 16
 """Pieces of a text whose ids are known, in one slice: each takes a hundredth of a millisecond and some."""
 SLICE_IDS: Final = 16384
@@ -51,17 +53,21 @@ def prompt_slices(
     given.count()
     if given.suffix:
         return (yield from _filled(tokenizer, given, given.suffix, room))
+    cut_len = _cut_len(given, room)
     prompt = [given.prompt] if isinstance(given.prompt, str) else given.prompt
     if not isinstance(prompt[0], str):  # all are of one kind
-        longest = len(prompt) if isinstance(prompt[0], int) else max(map(len, prompt))  # type: ignore[arg-type]
-        if longest > _most(room):
-            raise _too_long(room, param, longest)
         lists: list[list[int]] = [prompt] if isinstance(prompt[0], int) else prompt  # type: ignore[list-item,assignment]
+        if cut_len is not None:
+            lists = [ids[:cut_len] for ids in lists]
+        longest = max(map(len, lists))
+        if longest > _most(room):
+            at = next(at for at, ids in enumerate(lists) if len(ids) == longest)
+            raise _too_long(room, param if given.is_answered else given.place(at), longest)
         seen_len = 0
         for ids in lists:
             for at in range(0, len(ids), SLICE_IDS):
                 part = ids[at : at + SLICE_IDS]
-                check_ids(part)
+                check_ids(part, param)
                 seen_len += len(part)
                 if seen_len >= SLICE_IDS:
                     seen_len = 0
@@ -72,8 +78,12 @@ def prompt_slices(
         raise _empty(param)
     prompts: list[list[int]] = []
     tokens = encoded_len = 0
-    for text in texts:
-        prompts.append((yield from text_slices(tokenizer, text, room, param)))
+    for at, text in enumerate(texts):
+        if cut_len is not None:
+            prompts.append((yield from _cut_slices(tokenizer, text, cut_len, param)))
+        else:
+            place = param if given.is_answered else given.place(at)
+            prompts.append((yield from text_slices(tokenizer, text, room, place)))
         tokens += len(prompts[-1])
         if tokens > TOKENS_MAX:
             raise _too_many(param)
@@ -108,6 +118,40 @@ def _filled(
             raise _too_many(given.param)
         yield
     return prompts
+
+
+def _cut_len(given: TextPrompt, room: Room | None) -> int | None:
+    """The tokens that prompts are cut to. None where they are not cut. Raises InvalidRequest."""
+    most = TOKENS_MAX if room is None else min(room.prompt_most, TOKENS_MAX)
+    if given.cut in (None, CUT_TO_ROOM):
+        return None if given.cut is None else most
+    assert given.cut is not None
+    if given.cut > most:
+        raise InvalidRequest(f"{CUT_PARAM} must be at most {most}.", param=CUT_PARAM)
+    return given.cut
+
+
+def _cut_slices(tokenizer: Tokenizer, text: str, cut_len: int, param: str) -> Slices[list[int]]:
+    """The first ids of a text, so many with the special tokens around them. No more of it is encoded than
+    that takes."""
+    if not tokenizer.knows_around:
+        raise InvalidRequest(f"{CUT_PARAM} is not supported by this model's tokenizer.", param=CUT_PARAM)
+    before, after = tokenizer.around
+    own_len = cut_len - len(before) - len(after)
+    if own_len < 1:
+        least = len(before) + len(after) + 1
+        raise InvalidRequest(f"{CUT_PARAM} must be at least {least} here.", param=CUT_PARAM)
+    slicer = tokenizer.slicer
+    if slicer is None or len(text) <= SLICE_LEN:
+        ids = yield from text_slices(tokenizer, text, None, param, add_special_tokens=False)
+    else:
+        ids = []
+        for piece in slicer.slices(text):
+            ids += tokenizer.encode(piece, add_special_tokens=False)
+            if len(ids) >= own_len:
+                break
+            yield
+    return [*before, *ids[:own_len], *after]
 
 
 def text_slices(

@@ -233,6 +233,8 @@ class Tokenizer:
         self._words = WordEncoder.of(self.raw, spec)
         self.around: tuple[list[int], list[int]] = around or ([], [])
         """The special tokens that are added before and behind a text."""
+        self.knows_around: Final = around is not None
+        """True if that is all that is done for special tokens."""
         self.fill = Fill.of(self.raw.token_to_id, lambda text: self.encode(text, False), self.around[0])
         """The prompts with a suffix. None for a tokenizer without tokens for them."""
         self.reranking: Reranking | None = None
@@ -314,8 +316,8 @@ class Tokenizer:
         return self.encode(text, add_special_tokens=False) if ids is None else ids
 
     def _text_ids(self, given: TextPrompt) -> list[list[int]]:
-        if given.suffix:
-            raise NotInPlace("A prompt with a suffix is put together elsewhere.", param="suffix")
+        if given.suffix or given.cut is not None:
+            raise NotInPlace("A prompt with a suffix, or that is cut, is put together elsewhere.")
         prompt = given.prompt
         given.count()
         if isinstance(prompt, str):
@@ -326,7 +328,7 @@ class Tokenizer:
         ids = [item for item in prompt if isinstance(item, int)]
         prompts = [ids] if ids else [item for item in prompt if isinstance(item, list)]
         for prompt_ids in prompts:
-            check_ids(prompt_ids)
+            check_ids(prompt_ids, given.param)
         return prompts
 
     @property
@@ -410,12 +412,12 @@ def decision_chat(said: str) -> ChatPrompt:
     return ChatPrompt([message], "input", wishes=dict(THINKS_NOT), places=("input",))
 
 
-def check_ids(ids: Sequence[int]) -> None:
+def check_ids(ids: Sequence[int], param: str) -> None:
     """Raise InvalidRequest where some of a prompt's ids can be no token's of any model. How many tokens the
     model has is for the engine to say: a model may have more of them than its tokenizer."""
     if ids and not 0 <= min(ids) <= max(ids) <= TOKEN_ID_MAX:
-        message = f"prompt holds token ids that are not between 0 and {TOKEN_ID_MAX}."
-        raise InvalidRequest(message, param="prompt")
+        message = f"{param} holds token ids that are not between 0 and {TOKEN_ID_MAX}."
+        raise InvalidRequest(message, param=param)
 
 
 def _add(raw: tokenizers.Tokenizer, tokens: Sequence[AddedToken]) -> None:

@@ -103,6 +103,11 @@ class CompletedLine(Struct, omit_defaults=True):
     """The part of `completion_tokens` that is reasoning. None as `completion_tokens`."""
     calls: WholeNumber | None = None
     """Calls of functions in all answers. None as `completion_tokens`."""
+    accepted_prediction_tokens: WholeNumber | None = None
+    """Tokens of the answers that were taken from what the caller predicted. This and the next are None where
+    it predicted nothing, or nothing was tried of it."""
+    rejected_prediction_tokens: WholeNumber | None = None
+    """The part of `completion_tokens` that was tried from there, and is in no answer."""
     causes: Annotated[tuple[Cause, ...], Meta(max_length=CAUSES_MAX)] | None = None
     """The causes of the request's waits, as the engine found them. None where there is nothing to tell."""
     body_ms: Milliseconds | None = None

@@ -115,6 +115,8 @@ class Answered:
     service_class: ServiceClass = ServiceClass.DEFAULT
     repeated: Repeated | None = None
     """The fields of the request that the answer repeats. None where its API repeats nothing."""
+    in_base64: bool = False
+    """True if vectors are told in base64."""
     wall: Callable[[], float] = SYSTEM_CLOCK.wall
     """The clock of `Heading.created`."""
 

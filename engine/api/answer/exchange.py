@@ -77,6 +77,10 @@ class Tally:
     calls: int = 0
     drafted: int = 0
     accepted: int = 0
+    predicted: int = 0
+    """Tokens of the answers that their caller predicted, and that were tried as such."""
+    mispredicted: int = 0
+    """The part of `completion_tokens` that was tried as predicted, and is in no answer."""
     masks_s: float | None = None
     """The time that the core took for the grammars of all sequences. None where they have none."""
     timing: Timing = field(default_factory=Timing)
@@ -304,6 +308,8 @@ class EngineExchange:
             disk_tokens=tally.disk_tokens,
             reasoning_tokens=tally.reasoning_tokens,
             calls=tally.calls,
+            accepted_prediction_tokens=tally.predicted,
+            rejected_prediction_tokens=tally.mispredicted,
             queue_ms=_ms(timing.queue_s),
             prefill_ms=_ms(timing.prefill_s),
             decode_ms=_ms(timing.decode_s),
@@ -379,6 +385,7 @@ class EngineExchange:
                 "calls": tally.calls,
                 "drafted_tokens": tally.drafted or None,
                 "accepted_tokens": tally.accepted if tally.drafted else None,
+                **_of_prediction(tally),
                 "masks_ms": None if tally.masks_s is None else _ms(tally.masks_s),
                 "preemptions": tally.timing.preemptions,
                 "swaps": tally.timing.swaps,
@@ -386,6 +393,16 @@ class EngineExchange:
         if self.causes:
             fields["causes"] = [msgspec.to_builtins(cause) for cause in most_telling(self.causes)]
         return _known(fields)
+
+
+def _of_prediction(tally: Tally) -> dict[str, int]:
+    """What became of what the caller predicted, where anything of it was tried."""
+    if not (tally.predicted or tally.mispredicted):
+        return {}
+    return {
+        "accepted_prediction_tokens": tally.predicted,
+        "rejected_prediction_tokens": tally.mispredicted,
+    }
 
 
 def log_unparsed(error: ApiError, clock: Clock) -> RequestId:

@@ -120,6 +120,11 @@ class ChoiceOutput:
     saved."""
     scores: Sequence[float] = ()
     """The log-probabilities behind its prompt, where they were asked for and have come."""
+    vector: bytes = b""
+    """The vector of its prompt, where that was asked for and has come."""
+    predicted = mispredicted = 0
+    """Of what its caller predicts, the tokens that were tried and are in its answer, and those that were
+    wrong."""
     finish_reason: FinishReasonName | None = None
     first_token_at: float | None = None
     stopped_by: str | int | None = None
@@ -263,6 +268,12 @@ class ChoiceOutput:
     def on_moved(self, moved: Moved, now: float) -> None:
         """Note that the sequence was preempted, or admitted again."""
         self._halts.moved(moved.move, moved.swapped, now)
+
+    def on_predicted(self, right: int, wrong: int) -> None:
+        """Note that a step tried what the caller predicts: so many of the tokens that came were in it, and so
+        many of it were wrong."""
+        self.predicted += right
+        self.mispredicted += wrong
 
     def on_token(self, token_id: int, logprobs: TokenLogprobs | None, now: float) -> bool:
         """Take a token. Returns True when it completed a stop string, so that the core must be told

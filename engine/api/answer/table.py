@@ -11,6 +11,7 @@ from msgspec import Raw, Struct
 from engine.api.answer.chat import ChatEncoder
 from engine.api.answer.completions import CompletionEncoder
 from engine.api.answer.decisions import DecisionsEncoder, decided
+from engine.api.answer.embeddings import EmbeddingsEncoder
 from engine.api.answer.encoder import Answered, AnswerEncoder, Heading, Repeated, Vocabulary
 from engine.api.answer.messages import MessagesEncoder
 from engine.api.answer.rerank import RerankEncoder, ranked
@@ -19,6 +20,7 @@ from shared.apis import message_answers
 from shared.apis.chat import ChatRequest
 from shared.apis.completions import CompletionRequest
 from shared.apis.decisions import DecisionsRequest
+from shared.apis.embeddings import EmbeddingsRequest
 from shared.apis.generation import GenerationRequest
 from shared.apis.messages import MessagesRequest
 from shared.apis.models import VERSION_HEADER
@@ -66,6 +68,7 @@ ANSWERS: Final[Mapping[type[GenerationRequest], AnswerApi]] = {
     ),
     DecisionsRequest: AnswerApi("decision-", DecisionsEncoder, repeats=decided),
     **dict.fromkeys(RERANKING, AnswerApi("rerank-", RerankEncoder, repeats=ranked)),
+    EmbeddingsRequest: AnswerApi("embd-", EmbeddingsEncoder),
     MessagesRequest: AnswerApi(
         "msg_",
         MessagesEncoder,

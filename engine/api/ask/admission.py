@@ -20,9 +20,10 @@ from dataclasses import dataclass
 from typing import Annotated, Final, TypeVar
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta
 
 from engine.api.core.parts import READ_ONLY, Branches
+from engine.contract.embedders import Embedder
 from engine.contract.messages import (
     AddPrompt,
     RunnerInfo,
@@ -31,6 +32,7 @@ from engine.contract.messages import (
 )
 from engine.contract.packing import TOKEN_LEN, Biases
 from engine.contract.packing import packed as packed_ids
+from shared.apis.embeddings import EmbeddingsRequest
 from shared.apis.generation import GenerationRequest
 from shared.apis.holding import TOKEN_BYTES
 from shared.apis.prompt import BranchedPrompt, ChatPrompt, TextPrompt
@@ -53,6 +55,10 @@ LOGPROB_BYTES: Final = 75
 """Estimated bytes of one token id with its log-probability."""
 SCORE_BYTES: Final = 64
 """Estimated bytes of a token's log-probability, and of what an answer says of it."""
+VECTOR_BYTES: Final = 256
+"""Estimated bytes of what is held of a vector beside its numbers."""
+NUMBER_BYTES: Final = 4
+"""Bytes of a number of a vector."""
 WINDOW_TOKENS: Final = 192
 """The most tokens of a choice that a stream holds: twice the number that pauses its sequence, and those that
 were on their way."""
@@ -68,6 +74,8 @@ class Limits:
     kv_tokens: int
     """Tokens that fit into the whole KV pool."""
     vocab_size: int
+    vector_len: int = 0
+    """The numbers of a prompt's vector; 0: the model makes none."""
 
     @property
     def room(self) -> Room:
@@ -76,7 +84,7 @@ class Limits:
 
     @staticmethod
     def of(core: RunnerInfo) -> Limits:
-        return Limits(core.max_model_len, core.pages * core.page_size, core.vocab_size)
+        return Limits(core.max_model_len, core.pages * core.page_size, core.vocab_size, core.vector_len)
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True):
@@ -157,6 +165,35 @@ def branches_of(
 def scores_len(prompts: Sequence[AddPrompt]) -> int:
     """The bytes of the log-probabilities that an answer holds."""
     return sum(ENTRY_BYTES + SCORE_BYTES * (len(one.scored) // TOKEN_LEN) for one in prompts)
+
+
+def plan_vectors(
+    request: EmbeddingsRequest,
+    prompts: Sequence[list[int]],
+    limits: Limits,
+    embedder: Embedder,
+) -> list[Choice]:
+    """A sequence for each input, of which nothing is sampled. Raises InvalidRequest, ContextLengthExceeded
+    and NeverFits."""
+    vector_len, asked, room = limits.vector_len, request.dimensions, limits.room
+    if asked is not None and not embedder.cuts.allow(asked, vector_len):
+        raise InvalidRequest(
+            f"dimensions must be {vector_len}, the length of this model's vectors, or one that it may be cut "
+            f"to: {embedder.cuts}.",
+            param="dimensions",
+        )
+    for index, prompt_ids in enumerate(prompts):
+        if len(prompt_ids) > room.prompt_most:
+            place = request.prompt_form.place(index)
+            error, holds = room.refused(len(prompt_ids))
+            raise error(f"{holds}, and {place} has {len(prompt_ids)}.", param=place)
+    sampling = SamplingParams(seed=0, max_tokens=0, vector_len=vector_len if asked is None else asked)
+    return [Choice(index, prompt_ids, sampling) for index, prompt_ids in enumerate(prompts)]
+
+
+def vectors_len(choices: Sequence[Choice]) -> int:
+    """The bytes of the vectors that an answer holds."""
+    return len(choices) * (VECTOR_BYTES + NUMBER_BYTES * choices[0].sampling.vector_len)
 
 
 def prompts_of(choices: Sequence[Choice], packed: Sequence[bytes], n: int) -> list[AddPrompt]:
@@ -322,6 +359,14 @@ def trusted_ids(request: GenerationRequest, tokenizer_hash: str, prompts: int) -
     if extension is None or extension.tokenizer != tokenizer_hash or len(extension.prompt_ids) != prompts:
         return None
     return extension.prompt_ids if all(extension.prompt_ids) else None
+
+
+def trusted_prediction(request: GenerationRequest, tokenizer_hash: str) -> list[int] | None:
+    """The ids of what the caller predicts that the gateway sent along, as `trusted_ids` has the prompts'."""
+    extension = request.penstock
+    if extension is None or extension.tokenizer != tokenizer_hash or extension.predicted_ids is UNSET:
+        return None
+    return extension.predicted_ids
 
 
 def _sampling(

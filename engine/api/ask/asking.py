@@ -27,12 +27,15 @@ from engine.api.ask.admission import (
     out_of_vocab,
     plan_choices,
     plan_scores,
+    plan_vectors,
     prompts_of,
     scores_len,
     service_class,
     stop_ids,
     stop_tokens,
     trusted_ids,
+    trusted_prediction,
+    vectors_len,
 )
 from engine.api.ask.echo import echoed
 from engine.api.ask.engine_state import EngineState
@@ -42,8 +45,10 @@ from engine.api.ask.prompt_packing import pack
 from engine.api.core.client import Share
 from engine.api.core.parts import Branches
 from engine.contract.messages import AddPrompt
+from shared.apis.embeddings import EmbeddingsRequest
 from shared.apis.generation import GenerationRequest
 from shared.apis.holding import Holding, weigh, weigh_long
+from shared.apis.prediction import PREDICTION
 from shared.apis.prompt import BranchedPrompt, PromptForm, TextPrompt
 from shared.apis.request import Request
 from shared.apis.tools import ToolMode
@@ -51,6 +56,7 @@ from shared.apis.validation import INLINE_LEN_MAX, Parsed, parse, parse_slices
 from shared.fairness.fair_threads import Slices
 from shared.process.clock import Clock
 from shared.text.branches import pieces_of, scored_tokens
+from shared.text.prompts import text_slices
 from shared.wire.errors import ApiError, QueueTimeout, RequestTimeout
 from shared.wire.ids import (
     FIRST_TOKEN_TIMEOUT_HEADER,
@@ -170,8 +176,12 @@ class CheckedRequest:
     echoes: Sequence[Echo] | None
     repeated: Repeated | None
     """The fields of the request that the answer repeats. None where it repeats nothing."""
+    in_base64: bool
+    """True if vectors are told in base64."""
+    prediction: bytes | None
+    """The tokens, packed, that its caller expects each answer to have. None where it predicts nothing."""
     answer_len: int
-    """The most bytes that the answer holds at any time."""
+    """The most bytes that the answer holds at any time, and the core of what is predicted of it."""
 
 
 async def read(state: EngineState, exchange: EngineExchange, kind: type[S], holding: Holding) -> Parsed[S]:
@@ -218,8 +228,9 @@ async def ask(
             choices = plan_scores(prompt, len(shared), prompts, limits)
             branches = branches_of(choices, packed, scored_tokens(model.tokenizer, prompt))
         else:
-            choices, branches = plan_choices(request, prompts, limits, stops, model.sampling), None
+            choices, branches = _choices(request, prompts, limits, stops, model), None
         echoes = await _echoes(state, tenant, model, request, prompt, prompts)
+        prediction = await _prediction(state, tenant, model, request, limits)
     form = await state.forms.of(model, exchange, parsed, prompt, prompts[0])
     api = ANSWERS[type(request)]
     repeated = None if api.repeats is None else api.repeats(request, parsed.fields)
@@ -246,12 +257,33 @@ async def ask(
         branches=branches,
         echoes=echoes,
         repeated=repeated,
-        answer_len=_held_len(request, choices, branches) + form.held_len + repeated_len,
+        in_base64=isinstance(request, EmbeddingsRequest) and request.encoding_format == "base64",
+        prediction=prediction,
+        answer_len=_held_len(request, choices, branches)
+        + form.held_len
+        + repeated_len
+        + len(prediction or b""),
     )
 
 
+def _choices(
+    request: GenerationRequest,
+    prompts: list[list[int]],
+    limits: Limits,
+    stops: frozenset[int],
+    model: ServedModel,
+) -> list[Choice]:
+    """The sequences of a request. Raises what `plan_choices` does."""
+    if isinstance(request, EmbeddingsRequest):
+        assert model.embedder is not None
+        return plan_vectors(request, prompts, limits, model.embedder)
+    return plan_choices(request, prompts, limits, stops, model.sampling)
+
+
 def _held_len(request: GenerationRequest, choices: Sequence[Choice], branches: Branches | None) -> int:
-    return answer_len(request, choices) if branches is None else scores_len(branches.prompts)
+    if branches is not None:
+        return scores_len(branches.prompts)
+    return answer_len(request, choices) if request.answers else vectors_len(choices)
 
 
 async def _prompt_ids(
@@ -273,6 +305,9 @@ async def _prompt_ids(
     if trusted is not None and isinstance(prompt, BranchedPrompt) and prompt.is_cut:
         longest = len(trusted[0]) + max(map(len, trusted[1:]))  # the gateway may not have known the room
         trusted = trusted if longest <= limits.room.prompt_most else None
+    if isinstance(prompt, TextPrompt) and prompt.cut is not None:
+        most = limits.room.prompt_most  # the gateway may not have known it
+        trusted = None if trusted is None or max(map(len, trusted)) > most else trusted
     ids = await make() if trusted is None else trusted
     n = request.n or 1
     # a request that finds no room costs nothing more
@@ -285,6 +320,25 @@ async def _prompt_ids(
     if packed is None:
         raise out_of_vocab(request.prompt_param, limits.vocab_size)
     return ids, packed
+
+
+async def _prediction(
+    state: EngineState, tenant: str, model: ServedModel, request: GenerationRequest, limits: Limits
+) -> bytes | None:
+    """The tokens, packed, of what the caller predicts: the gateway's where they can be trusted, else made
+    here. None where it predicts nothing. Raises InvalidRequest."""
+    if (text := request.predicted_text) is None:
+        return None
+    packed = None
+    if (ids := trusted_prediction(request, model.tokenizer.hash)) is not None:
+        packed = await pack([ids], limits.vocab_size, state.threads, tenant)
+    if packed is None:
+        work = text_slices(model.tokenizer, text, None, PREDICTION, add_special_tokens=False)
+        ids = await state.threads.run(tenant, work)
+        packed = await pack([ids], limits.vocab_size, state.threads, tenant)
+    if packed is None:
+        raise out_of_vocab(PREDICTION, limits.vocab_size)
+    return packed[0]
 
 
 async def _echoes(

@@ -16,6 +16,7 @@ from engine.api.formats.machine import AnswerMachine
 from engine.api.formats.reading import AUTO, read_format
 from engine.api.formats.response_template import BadFormat
 from engine.config import ModelTokens
+from engine.contract.embedders import Embedder, EmbeddingsSetting, read_embedder
 from engine.contract.generation_keys import GENERATION_KEYS
 from engine.contract.grammars import BadGrammar, Vocabulary, vocabulary_of
 from engine.contract.messages import END_TOKENS_MAX
@@ -70,6 +71,8 @@ class ServedModel:
     """The tokens as grammars know them. None where llguidance cannot read them, or no answer ends."""
     decides: bool = False
     """True if it decides questions about an input."""
+    embedder: Embedder | None = None
+    """How the model makes vectors of texts. None where it makes none."""
 
     @property
     def capabilities(self) -> Capabilities:
@@ -81,10 +84,15 @@ class ServedModel:
             effort=EFFORT in self.tokenizer.bundle.template_arguments,
             reranking=self.tokenizer.reranking is not None,
             decisions=self.decides,
+            embeddings=self.embedder is not None,
+            generation=self.embedder is None or self.embedder.generates,
         )
 
     @property
     def tokens(self) -> ModelTokens:
+        """The tokens for grammars. None for a model that generates nothing."""
+        if not self.capabilities.generation:
+            return ModelTokens("", 0, ())
         bundle = self.tokenizer.bundle
         whole = self.tokenizer.raw.to_str() if bundle.added_tokens else bundle.tokenizer_json
         return ModelTokens(whole, self.vocab_size, tuple(sorted(self.eos_ids)))
@@ -111,11 +119,13 @@ def load_model(
     template_arguments: tuple[str, ...] | None = None,
     template_defaults: str | None = None,
     answer_format: str = AUTO,
+    embeddings: EmbeddingsSetting = "auto",
+    embedding_dimensions: str | None = None,
     reranker: RerankerSetting = "auto",
 ) -> ServedModel:
     """Read the directory's tokenizer and configuration. Blocks for as long as that takes. What concerns the
-    template is for `TokenizerBundle.of`, the defaults as JSON; `answer_format` is for `read_format`, and
-    `reranker` for `reranker_of`.
+    template is for `TokenizerBundle.of`, the defaults as JSON; `answer_format` is for `read_format`, what
+    concerns embeddings for `read_embedder`, and `reranker` for `reranker_of`.
 
     Raises UnusableTokenizer and UnusableModel.
     """
@@ -151,9 +161,19 @@ def load_model(
         sampling=defaults.sampling,
         answer_format=_answer_format(answer_format, files, tokenizer, defaults.vocab_size),
         vocab_size=defaults.vocab_size,
+        embedder=_embedder(directory, embeddings, embedding_dimensions),
     )
-    model = replace(model, decides=_decides(model))
-    return replace(model, vocabulary=_vocabulary(model.tokens)) if eos_ids else model
+    model = replace(model, decides=model.capabilities.generation and _decides(model))
+    may_follow = eos_ids and model.capabilities.generation
+    return replace(model, vocabulary=_vocabulary(model.tokens)) if may_follow else model
+
+
+def _embedder(directory: Path, setting: EmbeddingsSetting, cuts: str | None) -> Embedder | None:
+    """How the model makes vectors of texts. Raises UnusableModel."""
+    try:
+        return read_embedder(directory, setting, cuts)
+    except BadModelFile as error:
+        raise UnusableModel(f"{directory}: {error}") from error
 
 
 def _decides(model: ServedModel) -> bool:

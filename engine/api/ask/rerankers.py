@@ -15,19 +15,17 @@ Rules:
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from shared.text.model_files import BadModelFile, parse_object, read_text
+from engine.contract.embedders import MODULES, logit_score
+from shared.text.model_files import BadModelFile, parse_object, read_text, shown
 from shared.text.reranking import FORMATS, JUDGE
 from shared.text.tokenizer_files import TokenizerFiles
 
 RerankerSetting = Literal["auto", "qwen3", "none"]
 QWEN3: Final = "qwen3"
-MODULES: Final = "modules.json"
-_LOGIT_SCORE: Final = ".LogitScore"
 _HINT: Final = "(--reranker none starts it without /v1/rerank)"
 
 
@@ -37,7 +35,8 @@ def reranker_of(directory: Path, setting: RerankerSetting, files: TokenizerFiles
     if setting != "auto":
         return None if setting == "none" else setting
     asks = JUDGE in (files.chat_template or "")
-    if (path := _logit_score(directory)) is not None:
+    modules = read_text(directory / MODULES)
+    if modules is not None and (path := logit_score(modules)) is not None:
         _check_logit_score(directory, path, asks=asks)
         return QWEN3
     return QWEN3 if asks or _is_told(_object(directory / "config.json")) else None
@@ -50,28 +49,12 @@ def _is_told(config: Mapping[str, Any]) -> bool:
     return bool(config.get("is_original_qwen3_reranker")) or by_tokens
 
 
-def _logit_score(directory: Path) -> str | None:
-    """The directory of the module that makes a relevance of logits. None without one."""
-    try:
-        text = read_text(directory / MODULES)
-    except BadModelFile as error:
-        raise BadModelFile(f"{MODULES} {error}") from error
-    if text is None:
-        return None
-    try:
-        modules = json.loads(text)
-        found = [one["path"] for one in modules if str(one["type"]).endswith(_LOGIT_SCORE)]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise BadModelFile(f"{MODULES} lists no modules: {type(error).__name__}") from error
-    return found[0] if found and isinstance(found[0], str) else None
-
-
 def _check_logit_score(directory: Path, path: str, *, asks: bool) -> None:
     """Raises BadModelFile for a relevance that is not what Qwen3-Reranker's is."""
     where = f"{path}/config.json"
     own = Path(path)
-    if own.is_absolute() or ".." in own.parts:
-        raise BadModelFile(f"{MODULES} names a path outside of the model: {path}")
+    if own.is_absolute() or own.name != path:
+        raise BadModelFile(f"{MODULES}: path {shown(path)} is no directory of the model's own")
     asked = _object(directory / own / "config.json")
     if asked.get("false_token_id") is None:
         raise BadModelFile(f"{where}: false_token_id null is not supported {_HINT}")

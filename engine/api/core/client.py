@@ -197,11 +197,13 @@ class CoreClient:
         first_token_s: float = math.inf,
         bearer: int = 0,
         grammar: str = "",
+        prediction: bytes = b"",
         shared: bytes = b"",
     ) -> list[int]:
         """Queue a request's sequences, all or none, whose first token is of use for `first_token_s` seconds:
         that of the sequence at `bearer` has to come by then. `sampling` is the first sequence's; each follows
-        `grammar`. All prompts begin with the ids `shared`, packed. Returns their handles.
+        `grammar`, and is expected to answer as `prediction` has it. All prompts begin with the ids `shared`,
+        packed. Returns their handles.
 
         Raises NotReady, EngineFailed, and Overloaded when the queue is full, or when a tenant has filled
         its part of it.
@@ -226,6 +228,7 @@ class CoreClient:
                 bearer,
                 grammar,
                 share.has_next_turn,
+                prediction,
                 shared,
             )
         )
@@ -249,6 +252,8 @@ class CoreClient:
         self._parked.pop(parked, None)
 
     def _unpark(self) -> None:
+        if not self._parked:
+            return
         waiting, self._parked = self._parked, {}
         for parked in waiting:
             parked.more()
@@ -468,7 +473,8 @@ class CoreClient:
         self._take_news(step, now)
         stopped: list[int] = []
         behind: list[int] = []
-        late_tokens = again_tokens = drafted = accepted = 0
+        late_tokens = again_tokens = drafted = accepted = charged = 0
+        predicted = self._predicted(step) if step.predicted else ()
         for handle, token, logprobs in zip(step.handles, step.tokens, step.logprobs or repeat(None)):  # noqa: B905
             if (output := live.get(handle)) is None or (stopped and handle in stopped):
                 late_tokens += 1  # a step that verified drafts brings several tokens of one sequence
@@ -477,6 +483,8 @@ class CoreClient:
                 stopped.append(handle)
             elif output.is_behind and handle not in self._paused and handle not in behind:
                 behind.append(handle)
+        for output, before, right, wrong in predicted:  # a right one may come behind the end of its text
+            output.on_predicted(min(right, output.completion_tokens - before), wrong)
         ended = {finished.handle for finished in step.finished}
         for finished in step.finished:
             output = None if finished.handle in stopped else live.get(finished.handle)
@@ -486,6 +494,7 @@ class CoreClient:
                 late_tokens += finished.late_tokens
             again_tokens += finished.again_tokens
             drafted, accepted = drafted + finished.drafted, accepted + finished.accepted
+            charged += finished.mispredicted
             self._forget(finished.handle)
         self.release([handle for handle in stopped if handle not in ended])
         if behind and (behind := [handle for handle in behind if handle in live]):
@@ -493,9 +502,19 @@ class CoreClient:
         self._metrics.on_step(step)
         self._metrics.count_uncharged(late=late_tokens, preempted=again_tokens)
         if drafted:
-            self._metrics.count_drafts(drafted, accepted)
-        if self._parked:
-            self._unpark()
+            self._metrics.count_drafts(drafted, accepted, charged)
+        self._unpark()
+
+    def _predicted(self, step: StepOutput) -> list[tuple[ChoiceOutput, int, int, int]]:
+        """The outputs whose callers' predictions the step tried, the tokens that each has before it, and how
+        many of those that were tried are right and wrong."""
+        found: list[tuple[ChoiceOutput, int, int, int]] = []
+        for handle, right, wrong in step.predicted:
+            if (output := self._live.get(handle)) is not None:
+                found.append((output, output.completion_tokens, right, wrong))
+            else:  # its request has ended and been charged
+                self._metrics.count_uncharged(draft=wrong)
+        return found
 
     def _take_news(self, step: StepOutput, now: float) -> None:
         """Deliver what happens a few times in a sequence's life."""
@@ -514,6 +533,9 @@ class CoreClient:
         for handle, scores in step.scores:
             if (output := live.get(handle)) is not None:
                 output.scores = scores
+        for handle, vector in step.vectors:
+            if (output := live.get(handle)) is not None:
+                output.vector = vector
 
     def _deliver(self, output: ChoiceOutput, token: int, logprobs: TokenLogprobs | None, now: float) -> bool:
         """Deliver one token. Returns True when the sequence must end here. An exception ends this

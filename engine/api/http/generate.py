@@ -31,7 +31,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Final
 
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from engine.api.answer.detokenizer import Detokenizer, PartsDetokenizer
 from engine.api.answer.encoder import Answered, AnswerEncoder, Heading
@@ -127,6 +127,9 @@ class Generation:
         self._shared_len = 0 if asked.branches is None else asked.branches.shared_len
         """The tokens with which all prompts begin, where that is known."""
         self._grammar, self._grammar_kind = asked.form.grammar, asked.form.kind
+        self._prediction = asked.prediction
+        self._predicts = asked.prediction is not None
+        """True if the caller predicts its answers."""
         reading = asked.form.reading
         self._reads = reading is not None
         """True if its answers have parts of several kinds."""
@@ -149,9 +152,9 @@ class Generation:
             on_end=self._on_end,
             room=room,
         )
+        self._stops = StopStrings(asked.stop_strings) if asked.stop_strings else None
         self._no_text = Detokenizer(model.tokenizer.decode_stream([]))
         """That of sequences of which nothing is sampled, however many."""
-        self._stops = StopStrings(asked.stop_strings) if asked.stop_strings else None
         self._outputs = [self._choice_output(asked, model, index) for index in range(len(asked.choices))]
         self._parts = None if asked.branches is None else self._parts_of(asked.branches, asked.share)
         """What sends the prompts, where they begin alike."""
@@ -184,8 +187,9 @@ class Generation:
             return
         prompts, self._prompts = self._prompts, []
         grammar, self._grammar = self._grammar, ""
+        prediction, self._prediction = self._prediction or b"", None
         asked = self._exchange.request_id, prompts, self._sampling, self._outputs, self._share
-        self._handles = self._state.core.submit(*asked, first_token_s, self._bearer, grammar)
+        self._handles = self._state.core.submit(*asked, first_token_s, self._bearer, grammar, prediction)
 
     def abort(self) -> None:
         """End the request, as `DELETE /v1/requests/{id}` asks."""
@@ -419,10 +423,11 @@ class Generation:
     def _tally(self, now: float) -> Tally:
         timings = [output.timing(now) for output in self._outputs]
         last = max(timings, key=lambda timing: timing.life_s)
+        mispredicted = sum(output.mispredicted for output in self._outputs) if self._predicts else 0
         return Tally(
             sequences=len(self._outputs),
             prompt_tokens=self._prompt_tokens(),
-            completion_tokens=sum(output.completion_tokens for output in self._outputs),
+            completion_tokens=mispredicted + sum(output.completion_tokens for output in self._outputs),
             cached_tokens=self._cached_tokens(),
             host_tokens=sum(output.host_len for output in self._outputs[:: self._n]),
             disk_tokens=sum(output.disk_len for output in self._outputs[:: self._n]),
@@ -430,6 +435,8 @@ class Generation:
             calls=sum(output.calls for output in self._outputs) if self._reads else 0,
             drafted=sum(output.drafted for output in self._outputs),
             accepted=sum(output.accepted for output in self._outputs),
+            predicted=sum(output.predicted for output in self._outputs) if self._predicts else 0,
+            mispredicted=mispredicted,
             masks_s=sum(output.grammar_s for output in self._outputs) if self._grammar_kind else None,
             timing=replace(
                 last,
@@ -483,15 +490,21 @@ class Generation:
             tally.completion_tokens,
             tally.prompt_tokens + tally.completion_tokens,
             PromptTokensDetails(tally.cached_tokens),
-            CompletionTokensDetails(tally.reasoning_tokens) if self._reasons else UNSET,
+            self._details(tally),
         )
+
+    def _details(self, tally: Tally) -> CompletionTokensDetails | UnsetType:
+        """The parts of the completion's tokens, where it may have several."""
+        if self._predicts:
+            return CompletionTokensDetails(tally.reasoning_tokens, tally.predicted, tally.mispredicted)
+        return CompletionTokensDetails(tally.reasoning_tokens) if self._reasons else UNSET
 
     # -- making -----------------------------------------------------------------------------------
 
     def _choice_output(self, asked: CheckedRequest, model: ServedModel, index: int) -> ChoiceOutput:
         choice, core = asked.choices[index], self._state.core
         reading, min_tokens = asked.form.reading, choice.sampling.min_tokens
-        if asked.branches is not None:
+        if choice.sampling.vector_len or asked.branches is not None:
             detokenizer = self._no_text
         elif reading is None:
             decoder = model.tokenizer.decode_stream(choice.prompt_ids)
@@ -537,6 +550,8 @@ class Generation:
         scored = [self._outputs[index - index % asked.n] for index in range(len(asked.choices))]
         echoes = [asked.echoes[choice.prompt_index] if asked.echoes else None for choice in asked.choices]
         answered = Answered(scored, prompts, echoes, asked.stop_tokens, asked.is_cut_by_context)
+        if asked.choices[0].sampling.vector_len:
+            answered = replace(answered, in_base64=asked.in_base64)
         if asked.repeated is not None:
             answered = replace(
                 answered,

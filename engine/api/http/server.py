@@ -130,6 +130,8 @@ class Engine:
                 template_arguments=config.template_names,
                 template_defaults=config.template_defaults,
                 answer_format=config.answer_format,
+                embeddings=config.embeddings,
+                embedding_dimensions=config.embedding_dimensions,
                 reranker=config.reranker,
             )
         except (UnusableTokenizer, UnusableModel) as error:

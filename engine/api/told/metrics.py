@@ -126,16 +126,18 @@ class EngineMetrics:
     def count_uncharged(self, **tokens: int) -> None:
         """Count tokens that were computed and are charged to nobody, by reason: `late` were sampled after
         their sequence's end, `preempted` were computed again after a preemption, `choice` are those of a
-        prompt that a further choice did not find in the prefix cache, and `draft` were guessed and wrong."""
+        prompt that a further choice did not find in the prefix cache, and `draft` were guessed by the
+        engine, and wrong."""
         for reason, number in tokens.items():
             if number:
                 self.uncharged_tokens.inc(reason, by=number)
 
-    def count_drafts(self, verified: int, right: int) -> None:
-        """Count the drafts of sequences that ended."""
+    def count_drafts(self, verified: int, right: int, charged: int) -> None:
+        """Count the drafts of sequences that ended, of which so many wrong ones are charged to those who
+        predicted them."""
         self.drafts.inc("right", by=right)
         self.drafts.inc("wrong", by=verified - right)
-        self.count_uncharged(draft=verified - right)
+        self.count_uncharged(draft=verified - right - charged)
 
     def core_ready(self, info: RunnerInfo) -> None:
         """Take note of what the core has. Its sizes are in vLLM's metrics."""

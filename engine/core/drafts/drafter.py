@@ -20,6 +20,8 @@ class Proposal(NamedTuple):
     kind: int
     is_probe: bool = False
     """True if one of them is to be tried, whatever the chance."""
+    predicted: int = 0
+    """The leading ones that the caller predicted, who is charged for those that are wrong."""
 
 
 class Drafts(Protocol):
@@ -35,8 +37,15 @@ class Drafts(Protocol):
         """The tokens that pass until the next look, behind one that found nothing, or nothing that pays."""
         ...
 
-    read_len: int
-    """The tokens that it has read."""
+    @property
+    def read_len(self) -> int:
+        """The tokens that it has read in all: to read one takes time."""
+        ...
+
+    @property
+    def has_read(self) -> bool:
+        """True if it has read all that it was shown."""
+        ...
 
     def look(self, tokens: array[int], most: int, read_max: int) -> Proposal | None:
         """What may follow, `most` tokens at most, and none that ends the sequence. Reads what is new of the
@@ -55,59 +64,66 @@ class Drafts(Protocol):
         """Note that what was found is not worth its time."""
         ...
 
-    def learn(self, drafts: int, right: int) -> None:
-        """Learn how many of the drafts that were verified were right."""
+    def learn(self, drafts: int, right: int) -> int:
+        """Learn how many of the drafts that were verified were right. Returns how many of them, the leading
+        ones, the caller predicted."""
         ...
+
+
+def before_end(tokens: list[int], stops: tuple[int, ...]) -> list[int]:
+    """The tokens before the first that ends a sequence."""
+    return next((tokens[:at] for at, token in enumerate(tokens) if token in stops), tokens)
 
 
 class NGramDrafts:
     """Implements `Drafts` by what followed the newest tokens before."""
 
-    __slots__ = ("_acceptance", "_misses", "_ngrams", "_stops", "_verified", "read_len")
+    __slots__ = ("_misses", "_ngrams", "_predicted", "_stops", "_verified", "acceptance", "has_read")
 
     def __init__(self, len_max: int, stops: tuple[int, ...]) -> None:
         """`len_max`: the most tokens that the sequence may come to. `stops`: the tokens that end it."""
         self._ngrams: Final = NGrams(len_max)
-        self._acceptance: Final = Acceptance()
+        self.acceptance: Final = Acceptance()
         self._stops: Final = stops
         self._misses = 0
-        self.read_len = 0
-        self._verified = 0
-        """The kind of the drafts that are being verified."""
+        self.has_read = True
+        self._verified = self._predicted = 0
+        """The kind of the drafts that are being verified, and how many of them the caller predicted."""
 
     @property
     def size(self) -> int:
         return self._ngrams.size
 
     @property
+    def read_len(self) -> int:
+        return self._ngrams.known_len
+
+    @property
     def pause(self) -> int:
         return min(1 << min(self._misses, PAUSE_MAX), PAUSE_MAX)
 
     def look(self, tokens: array[int], most: int, read_max: int) -> Proposal | None:
-        self.read_len = self._ngrams.extend(tokens, read_max)
-        if self.read_len < len(tokens):
+        self.has_read = self._ngrams.extend(tokens, read_max) == len(tokens)
+        if not self.has_read:
             return None
         found = self._ngrams.find(tokens, most)
-        drafts = [] if found is None else found.tokens
-        for at, token in enumerate(drafts):
-            if token in self._stops:
-                del drafts[at:]
-                break
+        drafts = [] if found is None else before_end(found.tokens, self._stops)
         if found is None or not drafts:
             self._misses += 1
             return None
         kind = Acceptance.kind(found.matched)
-        return Proposal(drafts, self._acceptance.chance(kind), kind, self._acceptance.is_probing)
+        return Proposal(drafts, self.acceptance.chance(kind), kind, self.acceptance.is_probing)
 
     def forced(self) -> Proposal:
-        return Proposal([], self._acceptance.chance(FORCED), FORCED)
+        return Proposal([], self.acceptance.chance(FORCED), FORCED)
 
     def take(self, draft: Proposal) -> None:
-        self._verified, self._misses = draft.kind, 0
+        self._verified, self._predicted, self._misses = draft.kind, draft.predicted, 0
 
     def pass_over(self) -> None:
         self._misses += 1
-        self._acceptance.pass_over()
+        self.acceptance.pass_over()
 
-    def learn(self, drafts: int, right: int) -> None:
-        self._acceptance.learn(self._verified, right, all_right=right == drafts)
+    def learn(self, drafts: int, right: int) -> int:
+        self.acceptance.learn(self._verified, right, all_right=right == drafts)
+        return min(self._predicted, drafts)

@@ -37,6 +37,11 @@ class Found(NamedTuple):
     `LONG`."""
 
 
+def places_for(length: int) -> int:
+    """The places of a table for so many tokens (rule 1)."""
+    return min(2 << max(5, (length - 1).bit_length()), PLACES_MAX)
+
+
 class NGrams:
     """The n-grams of one sequence's tokens, which only grow."""
 
@@ -44,7 +49,7 @@ class NGrams:
 
     def __init__(self, len_max: int) -> None:
         """`len_max`: the most tokens that the sequence may come to."""
-        places = min(2 << max(5, (len_max - 1).bit_length()), PLACES_MAX)
+        places = places_for(len_max)
         self._mask: Final = places - 1
         self._tables: Final = [array("I", bytes(PLACE_LEN * places)) for _ in LEVELS]
         self.known_len = 0

@@ -25,9 +25,11 @@ from typing import Final, NamedTuple
 
 MATCHED: Final = (2, 4, 8)
 """The least lengths of matches that are told apart."""
-PRIORS: Final = (0.35, 0.6, 0.85, 0.98)
+PRIORS: Final = (0.35, 0.6, 0.85, 0.98, 0.5, 0.75, 0.9)
 FORCED: Final = 3
 """The kind of tokens that a grammar forces."""
+PREDICTED: Final = 4
+"""The first kind of tokens that the caller predicts: of the shortest match."""
 PRIOR_DRAFTS: Final = 2.0
 FORGETTING: Final = 0.98
 """The weight of a step's drafts beside that of the next one's."""
@@ -52,6 +54,11 @@ class Acceptance:
     def kind(matched: int) -> int:
         """The kind of a draft whose match has so many tokens."""
         return sum(matched >= least for least in MATCHED[1:])
+
+    @staticmethod
+    def predicted_kind(matched: int) -> int:
+        """The kind of what the caller predicts behind a match of so many tokens."""
+        return PREDICTED + Acceptance.kind(matched)
 
     @property
     def is_probing(self) -> bool:

@@ -114,6 +114,8 @@ class AddSequence(msgspec.Struct, frozen=True):
     """The time from its arrival after which its first token is of no use, in seconds."""
     grammar: str = ""
     has_next_turn: bool = False
+    prediction: array[int] | None = None
+    """The tokens that its answer is expected to have; None: nothing is."""
 
     @property
     def shared_len(self) -> int:
@@ -125,6 +127,7 @@ def sequences_of(request: AddRequest) -> Iterator[AddSequence]:
     """The sequences of a request, in the order of their handles."""
     common, handle = request.sampling, request.handle
     beginning = Prompt.unpacked(request.shared) if request.shared else None
+    prediction = unpacked(request.prediction) if request.prediction else None
     for asked in request.prompts:
         prompt = Prompt.unpacked(asked.ids, beginning)
         for choice, seed in enumerate(asked.seeds):
@@ -147,6 +150,7 @@ def sequences_of(request: AddRequest) -> Iterator[AddSequence]:
                 request.first_token_s if handle - request.handle == request.bearer else math.inf,
                 request.grammar,
                 request.has_next_turn,
+                prediction,
             )
             handle += 1
 

@@ -40,7 +40,8 @@ L. Where the model keeps a state by slot (`RunnerInfo.state_bytes`), pages are o
    computed again when it is admitted: what stalls is preempted as if others lacked its pages, which each
    pause costs it once at most (rule E), and what yields as if they did (rule J, which lets time pass for it).
    No head is forked, since no state belongs to one (rule K): the choices of one prompt go on from its last
-   snapshot.
+   snapshot. A sequence whose prompt's vector is asked for gives up its pages with its slot, too, as what is
+   gathered for the vector is lost with that; and neither takes it a prefix nor leaves one.
 """
 
 from __future__ import annotations
@@ -155,7 +156,7 @@ class Allocator:
         pages when it kept them, else that in the prefix cache and in host memory."""
         if sequence.pages:
             return Prefix(sequence.pages, sequence.computed_len)
-        if not self._config.prefix_cache:
+        if not self._config.prefix_cache or sequence.is_pooled:
             return Prefix([], 0)
         size, chain, end = self._runner.page_size, sequence.chain, sequence.reusable_len
         identities = chain.extend(sequence.tokens, end // size)[: end // size]
@@ -175,14 +176,14 @@ class Allocator:
     def lacks_prompt(self, sequence: Sequence) -> bool:
         """True if no other could take all of this sequence's prompt now, but for its last token."""
         if self.states is not None:
-            return self.states.lacks_prompt(sequence, self._learner.cost)
+            return not sequence.is_pooled and self.states.lacks_prompt(sequence, self._learner.cost)
         identity = sequence.prompt_identity
         return self._config.prefix_cache and identity is not None and self.pages.find(identity) is None
 
     def fetch(self, sequence: Sequence) -> tuple[int, float]:
         """Read the pages behind a newcomer's prefix from disk, where that is cheaper. Returns the number of
         tokens that are coming, for which it waits, and the time that computing them takes."""
-        if not self._keeps:
+        if not self._keeps or sequence.is_pooled:
             return 0, 0.0
         size = self._runner.page_size
         pages_len = sequence.reusable_len // size
@@ -453,7 +454,7 @@ class Allocator:
         self.preemptions += 1
         self.yields += 1
         self._moved.append(Moved(victim.handle, Move.PREEMPTED_SHARE))
-        if self._has_states:
+        if self._has_states or victim.is_pooled:
             self._give_up_pages(victim, now, Move.PREEMPTED_PAGES)
 
     def _preempt(self, victim: Sequence, builder: PlanBuilder, now: float, move: Move) -> None:
@@ -493,7 +494,7 @@ class Allocator:
             self._trim(sequence)
             sequence.stall(now)
             self._waiting.enter(sequence)
-            if self._has_states:
+            if self._has_states or sequence.is_pooled:
                 self._give_up_pages(sequence, now, Move.PREEMPTED_STALLED)
 
     def release(self, sequence: Sequence, now: float) -> None:

@@ -19,7 +19,8 @@ Rules
 4. A look costs some 5 us of the core's thread, and to read a token 0.5 us, of which `READ_MAX` are read in a
    plan at most. Those whose looks find nothing are looked at more rarely (`Drafts.pause`), and so are those
    for which not even right drafts would pay.
-5. The indexes of all sequences take `ROOM` bytes at most. Those that come when it is used up draft nothing.
+5. Of a model that has states, each draft of a step takes one of `RunnerInfo.state_windows`.
+6. The indexes of all sequences take `ROOM` bytes at most. Those that come when it is used up draft nothing.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from engine.contract.messages import RunnerInfo
+from engine.contract.messages import RunnerInfo, agreed
 from engine.core.drafts.drafter import Drafts, NGramDrafts, Proposal
+from engine.core.drafts.prediction import PredictionDrafts
 from engine.core.drafts.price import Offer, lengths_that_pay
 from engine.core.estimate.cost import CostLearner, Work
 from engine.core.scheduler_config import SchedulerConfig
@@ -48,14 +50,20 @@ LOOK_AGAIN: Final = 8
 """The tokens that pass until the next look where drafts do not pay."""
 
 
-def ngram_drafter(sequence: Sequence) -> Drafts:
+def drafter_for(sequence: Sequence) -> Drafts:
+    """The drafter of a sequence."""
     params = sequence.sampling
-    return NGramDrafts(sequence.prompt_len + params.max_tokens, params.stop_token_ids)
+    lens = sequence.prompt_len, sequence.prompt_len + params.max_tokens
+    if sequence.prediction:
+        return PredictionDrafts(sequence.prediction, *lens, params.stop_token_ids)
+    return NGramDrafts(lens[1], params.stop_token_ids)
 
 
-def spare_tokens(tokens_left: int, decodes: int) -> int:
-    """The drafts that a step has room for: the rest is for prompts (rule 1)."""
-    return int(TOKENS_SHARE * (tokens_left - decodes))
+def _foreseen(tokens: list[int], draft: Proposal) -> Proposal:
+    """The drafts behind which masks are known: the beginning of what was drafted, and what the grammar forces
+    behind it."""
+    known = draft.tokens[: min(draft.predicted, len(tokens))]
+    return draft._replace(tokens=tokens, predicted=agreed(known, tokens))
 
 
 def _pause(sequence: Sequence, tokens: int) -> None:
@@ -78,13 +86,13 @@ class Drafting:
     """Drafts of a row at most."""
     room: int = ROOM
     """Bytes that further indexes may take."""
-    drafter_of: Callable[[Sequence], Drafts] = ngram_drafter
+    drafter_of: Callable[[Sequence], Drafts] = drafter_for
 
     def add(
         self, builder: PlanBuilder, decodes: dict[int, Sequence], due: list[Sequence], now: float
     ) -> None:
         """Add rows for the decodes, by slot, of which those in `due` are to be looked at for drafts."""
-        looks = self._looked_at(due, spare_tokens(builder.tokens_left, len(decodes)))
+        looks = self._looked_at(due, self.spare_drafts(builder.tokens_left, len(decodes)))
         drafts = self._chosen(looks, builder, decodes, now) if looks else {}
         if not drafts:
             builder.add_decodes(decodes)
@@ -101,7 +109,7 @@ class Drafting:
         sequence.draft = None
         if sequence.looks_from <= sequence.computed_len:
             sequence.draft = drafter.look(sequence.tokens, most, READ_MAX)
-            if sequence.draft is None and drafter.read_len == len(sequence.tokens):
+            if sequence.draft is None and drafter.has_read:
                 sequence.looks_from = sequence.computed_len + drafter.pause
         return [] if sequence.draft is None else sequence.draft.tokens
 
@@ -126,15 +134,14 @@ class Drafting:
                 continue
             if sequence.mask:
                 own = [*sequence.foreseen[:most]]
-                known = sequence.draft or drafter.forced()
-                found.append((sequence, known._replace(tokens=own)))
+                found.append((sequence, _foreseen(own, sequence.draft or drafter.forced())))
                 continue
             read_len = drafter.read_len
             draft = drafter.look(sequence.tokens, most, to_read)
             to_read -= drafter.read_len - read_len
             if draft is not None:
                 found.append((sequence, draft))
-            elif drafter.read_len == len(sequence.tokens):
+            elif drafter.has_read:
                 sequence.drafts_from = computed_len + drafter.pause
         return found
 
@@ -165,7 +172,7 @@ class Drafting:
             Offer(draft.chance, len(draft.tokens), max(draft_s, least_s), draft.is_probe)
             for (_, draft), draft_s in zip(looks, drafts_s, strict=True)
         ]
-        spare = spare_tokens(builder.tokens_left, rows)
+        spare = self.spare_drafts(builder.tokens_left, rows)
         lengths = lengths_that_pay(offers, rows, step_s, self.spare_s(decodes, step_s), spare)
         drafts: dict[int, list[int]] = {}
         for (sequence, draft), offer, length in zip(looks, offers, lengths, strict=True):
@@ -181,6 +188,11 @@ class Drafting:
                 drafter.take(draft)
                 drafts[slot] = draft.tokens[:fit]
         return drafts
+
+    def spare_drafts(self, tokens_left: int, decodes: int) -> int:
+        """The drafts that a step has room for: of what the decodes leave the rest is for prompts (rule 1)."""
+        spare = int(TOKENS_SHARE * (tokens_left - decodes))
+        return min(spare, self.runner.state_windows) if self.runner.state_bytes else spare
 
     def spare_s(self, decodes: Mapping[int, Sequence], step_s: float) -> float:
         """The time by which drafts may make a step longer (rule 1)."""

@@ -58,8 +58,10 @@ class News:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     prompt_logprobs: list[tuple[int, list[TokenLogprobs]]] = field(default_factory=list)
+    vectors: list[tuple[int, bytes]] = field(default_factory=list)
     scores: list[tuple[int, list[float]]] = field(default_factory=list)
     started: list[Started] = field(default_factory=list)
     finished: list[Finished] = field(default_factory=list)
+    predicted: list[tuple[int, int, int]] = field(default_factory=list)
     is_due: bool = False
     """True if a report is due in any case, since a step was committed or a sequence was paused."""

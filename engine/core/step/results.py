@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Final
+from typing import Final, TypeVar
 
 from engine.contract.messages import (
     NUMERIC_FAILURE,
@@ -34,6 +34,8 @@ from engine.core.scheduler_config import SchedulerConfig
 from engine.core.sequence import Sequence, Status
 from engine.core.step.allocator import Allocator
 from engine.core.step.flight import InFlight, News
+
+T = TypeVar("T")
 
 # -- tokens and pages -----------------------------------------------------------------------------
 
@@ -61,8 +63,10 @@ class Results:
         """
         plan = flight.plan
         unsound = self._take_prompt_logprobs(flight, result.prompt_logprobs, news)
+        if result.vectors:
+            unsound |= self._take_read(flight, result.vectors, news.vectors, bool)
         if result.scores:
-            unsound |= self._take_scores(flight, result.scores, news)
+            unsound |= self._take_read(flight, result.scores, news.scores, _are_finite)
         assert len(result.tokens) == (plan.sampled if plan.drafts else plan.wants.count(Want.SAMPLE))
         logprobs = result.logprobs or [None] * len(result.tokens)
         sampled = zip(result.tokens, logprobs, strict=True)
@@ -104,11 +108,13 @@ class Results:
         now: float,
     ) -> FinishReason | None:
         """Take in a row that verified drafts: as a decode for each right one, and another. Wrong ones took
-        time from other tenants, so they count as served, and are charged to nobody."""
+        time from other tenants, so they count as served, and are charged to nobody but a caller who predicted
+        them."""
         if sequence.status is Status.FINISHED:
             return None
         right = agreed(drafts, [token for token, _ in sampled])
-        sequence.land_drafts(right)
+        if predicted := sequence.land_drafts(right):
+            news.predicted.append((sequence.handle, min(right, predicted), max(0, predicted - right)))
         served[sequence.tenant] += len(drafts) - right
         reason, matched = None, len(self.matched)
         for token, logprobs in sampled[: right + 1]:
@@ -176,18 +182,28 @@ class Results:
                     unsound.add(sequence.handle)
         return unsound
 
-    def _take_scores(self, flight: InFlight, scores: list[tuple[int, list[float]]], news: News) -> set[int]:
-        """Report the log-probabilities behind prompts. Returns the handles of sequences with one that is not
+    def _take_read(
+        self,
+        flight: InFlight,
+        read: list[tuple[int, T]],
+        told: list[tuple[int, T]],
+        is_finite: Callable[[T], bool],
+    ) -> set[int]:
+        """Report what prompts were read for, by slot. Returns the handles of sequences for which that is not
         finite."""
         of_slot = dict(zip(flight.plan.slots, flight.rows, strict=True))
         unsound: set[int] = set()
-        for slot, logprobs in scores:
+        for slot, value in read:
             sequence = of_slot[slot]
-            if any(map(math.isnan, logprobs)):
+            if not is_finite(value):
                 unsound.add(sequence.handle)
             elif sequence.status is not Status.FINISHED:
-                news.scores.append((sequence.handle, logprobs))
+                told.append((sequence.handle, value))
         return unsound
+
+
+def _are_finite(logprobs: list[float]) -> bool:
+    return not any(map(math.isnan, logprobs))
 
 
 # -- the record -----------------------------------------------------------------------------------

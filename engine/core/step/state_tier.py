@@ -16,6 +16,8 @@ Rules
    than computing again what came behind the last snapshot.
 4. A plan copies states out of slots first, then states to slots, then it computes. So a slot is given away,
    and a place is gone on from, in the plan that copies its state.
+5. A row that verified drafts may have passed the end of a page. The state there is copied in the very next
+   plan, as long as the slot has it (`Sequence.passed`): where steps overlap it may be gone.
 """
 
 from __future__ import annotations
@@ -44,10 +46,12 @@ class StateTier:
         self.pool: Final = StatePool(places)
         self._pages: Final = pages
         self._every_len: Final = max(1, -(-every_len // size)) * size
-        self._saved: dict[int, int] = {}
-        """The slot whose state is copied to each place. A place that is dropped and used again within one
-        plan gets the later state alone."""
+        self._saved: dict[int, tuple[int, int]] = {}
+        """The slot whose state is copied to each place, and how many tokens before its own. A place that is
+        dropped and used again within one plan gets the later state alone."""
         self._restored: list[tuple[int, int]] = []
+        self._step = 0
+        """The step that was planned last."""
         self._saves = 0
         self._restores = 0
         self.stateless_tokens = 0
@@ -114,22 +118,31 @@ class StateTier:
         """Copy the states of those sequences that have come to a place of rule 2."""
         size = self._pages.page_size
         for sequence in running:
-            at = sequence.planned_len
-            if at % size or not sequence.state_len < at <= sequence.named_len:
+            back = sequence.planned_len % size
+            at = sequence.planned_len - back
+            if sequence.verifying or back > self._passed(sequence):
+                continue
+            if not sequence.state_len < at <= sequence.named_len:
                 continue
             is_last = at >= self._before_last(sequence)
             if is_last or at == sequence.branch_len or at - sequence.state_len >= self._every_len:
-                self._save(sequence, at, flights.get(sequence.last_step), now)
+                self._save(sequence, at, back, flights.get(sequence.last_step), now)
 
     def save_left(self, sequence: Sequence, cost: StepCost, now: float) -> None:
         """Copy the state of a sequence that loses its slot, with nothing in flight, if that pays (rule 3)."""
-        since, at = sequence.state_len, sequence.computed_len
-        if not since < at <= sequence.named_len or at % self._pages.page_size:
+        since, back = sequence.state_len, sequence.computed_len % self._pages.page_size
+        at = sequence.computed_len - back
+        if not since < at <= sequence.named_len or back > self._passed(sequence):
             return
         if 2 * cost.page_s < cost.chunk_s(since, at - since):
-            self._save(sequence, at, None, now)
+            self._save(sequence, at, back, None, now)
 
-    def _save(self, sequence: Sequence, at: int, flight: InFlight | None, now: float) -> None:
+    def _passed(self, sequence: Sequence) -> int:
+        """The tokens before its newest computed one of which the slot still has the states (rule 5)."""
+        return sequence.passed if sequence.last_step == self._step else 0
+
+    def _save(self, sequence: Sequence, at: int, back: int, flight: InFlight | None, now: float) -> None:
+        """Copy the state behind its first `at` tokens, `back` before those that are computed or planned."""
         assert sequence.slot is not None
         count = at // self._pages.page_size
         identities = sequence.chain.extend(sequence.tokens, count)
@@ -145,7 +158,7 @@ class StateTier:
         place = self.pool.take(sequence.tenant, now)
         if place is None:
             return
-        self._saved[place] = sequence.slot
+        self._saved[place] = sequence.slot, back
         self._saves += 1
         if flight is None:
             self.pool.keep(place, identity)
@@ -189,10 +202,11 @@ class StateTier:
             pool.free, pool.kept, self._saves, self._restores, pool.evicted, self.stateless_tokens
         )
 
-    def take_copies(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-        """The copies of the plan that is made now: those out of slots as (slot, place), those to slots as
-        (place, slot)."""
-        saved = [(slot, place) for place, slot in self._saved.items()]
+    def take_copies(self, step: int) -> tuple[list[tuple[int, int, int]], list[tuple[int, int]]]:
+        """The copies of the plan of this step, which is made now: those out of slots as (slot, place, tokens
+        back), those to slots as (place, slot)."""
+        self._step = step
+        saved = [(slot, place, back) for place, (slot, back) in self._saved.items()]
         restored, self._restored, self._saved = self._restored, [], {}
         self.pool.plan_made()
         return saved, restored

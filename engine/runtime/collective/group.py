@@ -1,10 +1,12 @@
 """A `Collective` of several processes, over torch's gloo or NCCL.
 
-Both reduce each element in one place and copy it, which is why all ranks have the same bits. They are driven
-directly, without torch.distributed's process-global group. Ranks that rank 0 started find each other by a
-file and talk over the loopback interface (NCCL's data go from device to device). Ranks on several machines
-have a `Meeting`. The libraries' own deadlines are not used: rank 0's watch ends a rank that waits for a dead
-one long before.
+Both reduce each element in one place and copy it, which is why all ranks have the same bits. Where there are
+more than two, gloo adds up different parts of a tensor in different orders, so there every rank adds up by
+itself, in the ranks' order: a token's bits must not depend on its place in a step. Both are driven directly,
+without torch.distributed's process-global group. Ranks that rank 0 started find each other by a file and talk
+over the loopback interface (NCCL's data go from device to device). Ranks on several machines have a
+`Meeting`. The libraries' own deadlines are not used: rank 0's watch ends a rank that waits for a dead one
+long before.
 """
 
 from __future__ import annotations
@@ -76,16 +78,29 @@ class Group:
             options.asyncOp = False
 
     def all_reduce_(self, x: Tensor) -> Tensor:
+        if self.shard.size > 2 and self.device.type == "cpu":
+            return x.copy_(_in_order(self._parts(x)))
         with _translated():
             _done(self._backend.allreduce([x], self._reduce))
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
-        rows, size = len(x), self.shard.size
-        parts = x.new_empty(size * rows, x.shape[1])
+        return self._parts(x).movedim(0, 1).flatten(1)
+
+    def _parts(self, x: Tensor) -> Tensor:
+        """Those of all ranks, [size, *x's shape]."""
+        parts = x.new_empty(self.shard.size * len(x), *x.shape[1:])
         with _translated():
             _done(self._backend._allgather_base(parts, x.contiguous(), self._gather))
-        return parts.view(size, rows, -1).movedim(0, 1).flatten(1)
+        return parts.view(self.shard.size, *x.shape)
+
+
+def _in_order(parts: Tensor) -> Tensor:
+    """The sum over the ranks, in their order, in float32."""
+    total = parts[0].to(torch.float32, copy=True)
+    for other in parts[1:]:
+        total += other
+    return total
 
 
 def _done(work: Any) -> None:

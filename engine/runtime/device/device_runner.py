@@ -20,7 +20,8 @@ afterwards from the logits, which stay where they are until the next plan.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Final
 
 import numpy as np
 import torch
@@ -31,16 +32,17 @@ from engine.runtime.device.device_decoder import DeviceModel, DeviceSampler
 from engine.runtime.device.slots import DeviceBatch, DeviceSlots
 from engine.runtime.device.transfer import DeviceArrival, download, upload
 from engine.runtime.step.kv_cache import HostPages, KVCache
-from engine.runtime.step.logprobs import LogprobColumns, distinct_topk
+from engine.runtime.step.logprobs import distinct_topk
+from engine.runtime.step.pooling import Pooler
 from engine.runtime.step.result_tensors import (
     Computed,
-    ScoreColumns,
     asked_logprobs,
     asked_prompt_logprobs,
     asked_scores,
 )
 from engine.runtime.step.states import States
 
+NOTHING: Final = Computed()
 Decode = Callable[[Sequence[int], Sequence[int]], tuple[Tensor, Tensor]]
 """Slots, and the number of tokens that each has -> tokens and log-probabilities: a row per slot, then
 padding."""
@@ -71,6 +73,8 @@ class DeviceRunner:
     decode: Decode
     """Runs a padded decode step, by a graph or kernel by kernel."""
     decode_rows_max: int
+    pooler: Pooler | None = None
+    """Makes vectors of prompts, where the model embeds."""
 
     @property
     def states(self) -> States | None:
@@ -100,27 +104,25 @@ class DeviceRunner:
             return self._sampled(batch, tokens[: len(batch.rows)], logprobs)
         hidden = self.model.forward(batch)
         prompts = asked_prompt_logprobs(self.model.logits, batch, hidden, distinct_topk)
+        vectors = [] if self.pooler is None else self.pooler.vectors(batch, hidden)
         scores = asked_scores(self.model.logits, batch, hidden, self._uploaded)
+        read = Computed(prompt_logprobs=prompts, vectors=vectors, scores=scores)
         if not batch.sampled:
-            return Computed(prompt_logprobs=prompts, scores=scores)
+            return read
         own = hidden[batch.sampled_at]
         tokens, logprobs = self.sampler(own, batch.sampled_slots, batch.sampled_lengths)
-        return self._sampled(batch, tokens, logprobs, prompts, scores)
+        return self._sampled(batch, tokens, logprobs, read)
 
     def _sampled(
-        self,
-        batch: DeviceBatch,
-        tokens: Tensor,
-        logprobs: Tensor,
-        prompts: Sequence[tuple[int, Sequence[LogprobColumns]]] = (),
-        scores: Sequence[ScoreColumns] = (),
+        self, batch: DeviceBatch, tokens: Tensor, logprobs: Tensor, read: Computed = NOTHING
     ) -> Computed:
+        """`read`: what its prompts were asked for."""
         slots = [row.slot for row in batch.sampled]
         self.slots.append(slots)
         tops = [self.slots.seat(slot).sampling.logprobs for slot in slots]
         logits = self.sampler.scratch.logits
         asked = asked_logprobs(logits, tokens, tops, distinct_topk, self._uploaded, chosen=logprobs)
-        return Computed(tokens, tops, asked, prompts, scores)
+        return replace(read, tokens=tokens, tops=tops, logprobs=asked)
 
     def _uploaded(self, rows: Sequence[int]) -> Tensor:
         (at,) = upload([np.array(rows, np.int64)], self.slots.device)

@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from typing import Final
 
 import msgspec
@@ -60,6 +61,7 @@ from engine.runtime.start.starting import (
     choose_dtype,
     choose_max_model_len,
     dtype_name,
+    embedder_of,
     read_model,
     set_threads,
     start_alone,
@@ -74,6 +76,7 @@ from engine.runtime.step.kv_cache import (
     useful_pages,
     useful_states,
 )
+from engine.runtime.step.pooling import Pooler
 from engine.runtime.step.protocols import AttentionSpec
 from engine.runtime.step.states import StateGeometry, States
 from engine.runtime.weights.checkpoint import WeightSource
@@ -139,6 +142,8 @@ class DeviceShard:
     kv_scales: Sequence[tuple[float, float]] | None
     at_start: MemoryReading
     """The card's memory before this process took any."""
+    pooler: Pooler | None = None
+    """Makes vectors of prompts, where the model embeds."""
 
     @staticmethod
     def load(
@@ -191,7 +196,13 @@ class DeviceShard:
         info = untimed_info(design.config, self.model, *sizes, arithmetic)
         state_bytes = self.states.slot_bytes
         places = state_place_count(design.config, self.geometry, self.max_model_len, pages, state_bytes)
-        return msgspec.structs.replace(info, is_async=True, state_bytes=state_bytes, state_places=places)
+        return msgspec.structs.replace(
+            info,
+            is_async=True,
+            state_bytes=state_bytes,
+            state_places=places,
+            vector_len=0 if self.pooler is None else self.pooler.vector_len,
+        )
 
     def page_count(self) -> int:
         """The number of pages that fit beside the largest step. Raises DoesNotFit."""
@@ -265,6 +276,7 @@ class DeviceShard:
             sampler=DeviceSampler(decoder, slots.tokens, slots.sampling, scratch),
             decode=self._graphs(step, slots, batch_buckets(rows_max)).eager,
             decode_rows_max=rows_max,
+            pooler=self.pooler,
         )
         return runner, step
 
@@ -405,6 +417,9 @@ def load_shard(
     at_start = card.memory()
     with rehearsed(card, partial(rehearse, design, Blueprint.of(card), ranks.shard), threads) as compiled:
         shard = DeviceShard.load(design, source, card, ranks, at_start)
+        if (embedder := embedder_of(config)) is not None:
+            parts = Path(config.model), model.hidden_size, card.device
+            shard = replace(shard, pooler=Pooler.load(embedder, *parts))
         if said := design.precision.describe(model, shard.kv_scales):
             progress(said)
         progress(compiled())

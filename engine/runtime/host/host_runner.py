@@ -3,8 +3,9 @@
     leave, seat, grow         slots.apply
     swap out, fork, swap in   host.copy
     save, restore             states.copy
-    compute                   assemble the rows, forward, logits for the tokens that sample
-    sample                    sampler, log-probabilities, the new tokens into the slots
+    compute                   assemble the rows, forward, logits for the tokens that sample, vectors of the
+                              prompts that ask for them
+    sample                    sampler, log-probabilities, the new tokens into the slots, states.select
 
 `launch` does all of that; `collect` reads the results. Sampled tokens and the counts of a sequence's history
 go into the slots, where the next step finds them. The host's work per step is proportional to its rows.
@@ -23,6 +24,7 @@ from engine.runtime.host.sampler import Draw, sample, sample_ahead
 from engine.runtime.step.batch import PackedBatch, assemble
 from engine.runtime.step.kv_cache import HostPages, KVCache
 from engine.runtime.step.logprobs import stable_topk
+from engine.runtime.step.pooling import Pooler
 from engine.runtime.step.result_tensors import (
     Computed,
     asked_logprobs,
@@ -45,6 +47,8 @@ class HostRunner:
     draw: Draw | None = None
     states: States | None = None
     """Those that the model keeps by slot, if it has any."""
+    pooler: Pooler | None = None
+    """Makes vectors of prompts, where the model embeds."""
 
     def run(self, plan: Plan) -> RunResult:
         """Launch and collect."""
@@ -67,16 +71,17 @@ class HostRunner:
                 self.slots.propose(row.slot, drafts)
         hidden = self.model.forward(batch)
         prompt_logprobs = asked_prompt_logprobs(self.model.logits, batch, hidden)
+        vectors = [] if self.pooler is None else self.pooler.vectors(batch, hidden)
         scores = asked_scores(self.model.logits, batch, hidden)
         if not batch.sampled:
-            return Computed(prompt_logprobs=prompt_logprobs, scores=scores)
+            return Computed(prompt_logprobs=prompt_logprobs, vectors=vectors, scores=scores)
         if plan.drafts:
             tops, tokens, logits = self._sample_ahead(batch, hidden)
         else:
             tops = [self.slots.seat(row.slot).sampling.logprobs for row in batch.sampled]
             tokens, logits = self._sample(batch, hidden)
         logprobs = asked_logprobs(logits, tokens, tops, stable_topk)
-        return Computed(tokens, tops, logprobs, prompt_logprobs, scores)
+        return Computed(tokens, tops, logprobs, prompt_logprobs, vectors, scores)
 
     def _sample(self, batch: PackedBatch, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """hidden [T, hidden] -> a token per sampling row, [S], and the logits that it was drawn from, [S,
@@ -104,5 +109,8 @@ class HostRunner:
         sampled = iter(tokens.tolist())
         for slot, own in zip(slots, drafts, strict=True):
             brought = [next(sampled) for _ in range(len(own) + 1)]
-            self.slots.extend(slot, brought[: agreed(own, brought) + 1])
+            right = agreed(own, brought)
+            self.slots.extend(slot, brought[: right + 1])
+            if own and self.states is not None:
+                self.states.select(slot, right)
         return tops, tokens, logits

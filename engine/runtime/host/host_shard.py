@@ -1,12 +1,13 @@
 """A model's weights on a CPU: the network that computes it, chosen by what each one implements.
 
-The native kernels compute where they are built, implement the model and take its sizes. Otherwise torch does:
-ranks of a tensor-parallel model always, as the native kernels take no shards.
+The native kernels compute where they are built, implement the model and take its sizes, or those of a rank's
+part of it. Otherwise torch does.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Protocol
 
 import msgspec
@@ -20,7 +21,7 @@ from engine.runtime.host.model import PagedModel, StatefulModel, TorchModel
 from engine.runtime.host.sampler import Draw
 from engine.runtime.host.torch_paged import TorchDecode, TorchPrefill
 from engine.runtime.models.spec import DecoderSpec
-from engine.runtime.native.decoder import NativeDecoder, built_isas, misfit
+from engine.runtime.native.decoder import DRAFTS_MAX, NativeDecoder, built_isas, misfit
 from engine.runtime.reference.torch_decoder import TorchDecoder
 from engine.runtime.setup.hardware import available_memory_bytes
 from engine.runtime.setup.model_errors import BadRunnerConfig, UnsupportedModel
@@ -31,6 +32,7 @@ from engine.runtime.start.starting import (
     choose_dtype,
     choose_max_model_len,
     dtype_name,
+    embedder_of,
     read_model,
     set_threads,
     start_alone,
@@ -43,7 +45,10 @@ from engine.runtime.step.kv_cache import (
     page_count,
     state_place_count,
     useful_states,
+    useful_windows,
+    window_count,
 )
+from engine.runtime.step.pooling import Pooler
 from engine.runtime.step.protocols import AttentionSpec
 from engine.runtime.step.seats import HostSlots
 from engine.runtime.step.states import StateGeometry, States
@@ -78,9 +83,9 @@ class HostNetwork(Protocol):
         """The most drafts of a row that it verifies with the bits of decodes; 0: none."""
         ...
 
-    def attach(self, cache: KVCache, slots: int) -> PagedModel:
+    def attach(self, cache: KVCache, slots: int, windows: int = 0) -> PagedModel:
         """The model whose keys and values go to `cache`. `slots`: of which it keeps the states, if it has
-        any."""
+        any, and `windows` for drafts."""
         ...
 
 
@@ -112,13 +117,14 @@ class TorchNetwork:
 
     @property
     def drafts_max(self) -> int:
-        """None: a product of several rows has other last bits here than one of a single row."""
-        return 0
+        """Of a model without states none: a product of several rows has other last bits than one of a single
+        row, but where it is computed so that it has not (`engine.runtime.reference.exact`)."""
+        return DRAFTS_MAX if self.config.deltas else 0
 
-    def attach(self, cache: KVCache, slots: int) -> PagedModel:
+    def attach(self, cache: KVCache, slots: int, windows: int = 0) -> PagedModel:
         spec = AttentionSpec.of(self.config)
         if self.config.deltas:
-            states = States(StateGeometry.of(self.config, cache.geometry.dtype), slots)
+            states = States(StateGeometry.of(self.config, cache.geometry.dtype), slots, windows=windows)
             return StatefulModel(self.decoder, cache, spec, states)
         return TorchModel(self.decoder, cache, TorchDecode(cache, spec), TorchPrefill(cache, spec))
 
@@ -135,6 +141,8 @@ class HostShard:
     network: HostNetwork
     neighbours: int = 1
     """The ranks that share this machine's memory, this one included."""
+    pooler: Pooler | None = None
+    """Makes vectors of prompts, where the model embeds."""
 
     @property
     def geometry(self) -> KVGeometry:
@@ -154,14 +162,15 @@ class HostShard:
 
     @property
     def drafts_max(self) -> int:
-        """The most drafts of a row. A state that has taken in a wrong one could not give it back."""
-        return 0 if self.state_bytes else self.network.drafts_max
+        """The most drafts of a row."""
+        return min(self.config.max_drafts, self.network.drafts_max)
 
     def page_count(self) -> int:
         config, available_bytes = self.config, available_memory_bytes() // self.neighbours
         states, sizes = config.max_num_seqs * self.state_bytes, (self.geometry, self.max_model_len)
         snapshots = useful_states(config, *sizes, self.state_bytes) * self.state_bytes
-        return page_count(config, self.model, *sizes, available_bytes, states, snapshots)
+        windows = useful_windows(config, self.drafts_max) * self.state_bytes
+        return page_count(config, self.model, *sizes, available_bytes, states, snapshots, windows)
 
     def info(self, pages: int) -> RunnerInfo:
         arithmetic = self.network.arithmetic
@@ -169,20 +178,27 @@ class HostShard:
             self.config, self.model, self.geometry, self.dtype, self.max_model_len, pages, arithmetic
         )
         places = state_place_count(self.config, self.geometry, self.max_model_len, pages, self.state_bytes)
+        windows, drafts_max = 0, self.drafts_max
+        if self.state_bytes:
+            useful = useful_windows(self.config, drafts_max)
+            windows = window_count(useful, self.geometry, pages, self.state_bytes)
+            drafts_max = min(drafts_max, windows)
         return msgspec.structs.replace(
             info,
             state_bytes=self.state_bytes,
             state_places=places,
-            drafts_max=self.drafts_max,
+            drafts_max=drafts_max,
+            state_windows=windows,
+            vector_len=0 if self.pooler is None else self.pooler.vector_len,
         )
 
     def build(self, info: RunnerInfo, progress: Progress) -> HostRunner:
         cache = KVCache(self.geometry, info.pages)
-        model = self.network.attach(cache, info.slots)
+        model = self.network.attach(cache, info.slots, info.state_windows)
         states = model.states if isinstance(model, StatefulModel | NativeDecoder) else None
         if states is not None:
             states.reserve(info.state_places)
-            progress(self.states.describe(info.slots, info.state_places))
+            progress(self.states.describe(info.slots, info.state_places, info.state_windows))
         return HostRunner(
             info=info,
             model=model,
@@ -191,6 +207,7 @@ class HostShard:
             slots=HostSlots(info.slots, info.max_model_len, info.page_size, info.vocab_size),
             draw=self.network.draw,
             states=states,
+            pooler=self.pooler,
         )
 
 
@@ -210,12 +227,12 @@ def load_shard(config: RunnerConfig, progress: Progress, ranks: Collective = ALO
     if network.draw is not None:
         # Little is left to torch, and its threads would compete with the network's own for the cores.
         torch.set_num_threads(1)
-    loaded = HostShard(config, shard.of(model), dtype, max_model_len, network, ranks.neighbours)
-    if not loaded.drafts_max:
-        reason = (
-            "states cannot take a wrong one back" if loaded.state_bytes else "by torch, bits would differ"
-        )
-        progress(f"verifying no drafts: {reason}")
+    pooler = None
+    if (embedder := embedder_of(config)) is not None:
+        pooler = Pooler.load(embedder, Path(config.model), model.hidden_size)
+    loaded = HostShard(config, shard.of(model), dtype, max_model_len, network, ranks.neighbours, pooler)
+    if config.max_drafts and not loaded.drafts_max:
+        progress("verifying no drafts: by torch, bits would differ")
     return loaded
 
 
@@ -242,6 +259,7 @@ def host_network(
         page_size=config.page_size,
         threads=threads,
         int8=config.weights == "int8",
+        ranks=ranks,
     )
 
 
@@ -251,12 +269,10 @@ def _hindrance(config: RunnerConfig, model: DecoderSpec, shard: Shard) -> str | 
     hindrance: str | None
     if config.kernels == "torch":
         hindrance = "kernels=torch"
-    elif shard != WHOLE:
-        hindrance = f"on {shard.size} ranks: native kernels take no shards"
     elif not built_isas():
         hindrance = "native kernels are not built"
     else:
-        hindrance = misfit(model, config.page_size)
+        hindrance = misfit(model, config.page_size, shard)
     if hindrance is not None and (config.kernels == "native" or config.weights == "int8"):
         what = "int8 weights need" if config.weights == "int8" else "kernels=native needs"
         raise BadRunnerConfig(f"{what} the native kernels: {hindrance}")

@@ -42,7 +42,8 @@ class StatefulModel:
 
     def forward(self, batch: PackedBatch) -> Tensor:
         attention = ExactAttention(self.cache, batch, self.spec)
-        states = StepStates(self.states, batch.rows, batch.decode_rows)
+        windows = self.states.open(batch.verifying)
+        states = StepStates(self.states, batch.rows, batch.decode_rows, windows=windows)
         return self.decoder.forward(batch.token_ids, batch.positions, attention, states)
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -6,7 +6,8 @@ Rules:
 1. The model is computed as transformers computes it (5.23, loaded by its Auto classes); settings that are not
    implemented are refused by name. A checkpoint that loads and answers slightly wrong is the worst outcome.
 2. Every key has a meaning, in `keys.py` or in its family, or is named in the log.
-3. `model_type` decides the family, as in transformers. `architectures`, which other servers read, must agree.
+3. `model_type` decides the family, as in transformers. `architectures`, which other servers read, must agree:
+   of an embedder (`engine.contract.embedders`) it may name the family's network without a head.
 
 tests/engine/runtime/test_config_matrix.py compares the outcomes, key by key and in odd combinations.
 """
@@ -20,6 +21,7 @@ from typing import Any, Final
 
 import msgspec
 
+from engine.contract.embedders import MODULES
 from engine.runtime.models.families import FAMILIES
 from engine.runtime.models.family import Family
 from engine.runtime.models.keys import COMMON_KEYS, WHOLE_KEYS
@@ -55,15 +57,15 @@ def read_model_config(model_dir: Path) -> DecoderSpec:
         data = read_bytes(model_dir / "config.json", FILE_LEN_MAX)
     except OSError as error:
         raise ModelUnavailable(f"{model_dir} has no readable config.json") from error
-    return parse_model_config(data)
+    return parse_model_config(data, embeds=(model_dir / MODULES).exists())
 
 
-def parse_model_config(data: bytes) -> DecoderSpec:
-    """The model that `data`, a config.json, describes. Raises UnsupportedModel, naming all that is
-    unsupported."""
+def parse_model_config(data: bytes, *, embeds: bool = False) -> DecoderSpec:
+    """The model that `data`, a config.json, describes; `embeds`: of an embedder. Raises UnsupportedModel,
+    naming all that is unsupported."""
     try:
         fields = parse_object(data)
-        family = _family(fields)
+        family = _family(fields, embeds=embeds)
         around, whole = fields, family.whole
         is_part = whole is not None and fields["model_type"] == whole.model_type
         if is_part:
@@ -121,7 +123,7 @@ def _nearest(fields: Mapping[str, Any]) -> str:
     return f"nearest are {', '.join(nearest[:NEAREST_SHOWN_MAX])}, which know its keys{lacks}"
 
 
-def _family(fields: Mapping[str, Any]) -> Family:
+def _family(fields: Mapping[str, Any], *, embeds: bool) -> Family:
     """The family that config.json names. Raises UnsupportedModel, and ValidationError where a name is no
     string."""
     named = msgspec.convert(fields, _Named)
@@ -137,6 +139,8 @@ def _family(fields: Mapping[str, Any]) -> Family:
             f"as {OTHER_SERVER}"
         )
     expected = {family.architecture, *family.also_named}
+    if embeds:
+        expected |= {name.removesuffix("ForCausalLM") + "Model" for name in expected}
     if family.whole is not None:
         expected.add(family.whole.architecture)
     if named.architectures and not expected.intersection(named.architectures):

@@ -13,7 +13,7 @@ from typing import Final
 from engine.contract.generation_keys import GENERATION_KEYS
 from shared.text.model_files import NO_EFFECT, USED, KeyMeanings, only
 
-_READ: Final = ("architectures", "model_type")
+_READ: Final = ("architectures", "model_type", "is_matryoshka", "matryoshka_dimensions")
 _OF_TRAINING: Final = (
     "attention_dropout",
     "embd_pdrop",

@@ -35,7 +35,8 @@ struct Span {
   const int32_t* table;  // the row's pages
   int64_t position, token, count;
   int64_t earlier, later;  // tokens of the row that this step has before and after these
-  int64_t slot;
+  int64_t state;          // the row's, where a model has them
+  const int64_t* behind;  // where a row that verifies leaves the state behind each of its tokens, or null
 };
 
 template <class E>

@@ -54,6 +54,9 @@ struct PenstockStep {
   const int64_t *slots, *starts, *lengths;
   int64_t tokens_stride, tables_stride;
   const int32_t *tokens, *tables;
+  // Of a model with states, or null: row i goes on from the state at places[i], which becomes its own. `behind`, null
+  // or of each packed token: where a row that verifies leaves the state behind it instead; -1 in other rows.
+  const int64_t *places, *behind;
 };
 
 // Rows of logits, each drawn by its slot's parameters at its position.
@@ -70,6 +73,9 @@ struct PenstockDraw {
   int64_t mask_len;
 };
 
+// Adds up x [count] over all ranks, in place. Returns 0, or anything else where that is not to be had.
+typedef int32_t (*PenstockSum)(float* x, int64_t count);
+
 enum PenstockLinear : int32_t { QKV, OUTPUT, GATE_UP, DOWN, DELTA, LM_HEAD };
 enum PenstockVector : int32_t {
   ATTENTION_NORM, ATTENTION_POST_NORM, MLP_NORM, MLP_POST_NORM, QK_NORM, DELTA_CONV, DELTA_RATE, DELTA_STEP_BIAS,
@@ -80,6 +86,8 @@ enum PenstockAct : int32_t { SILU, GELU_TANH, RELU2 };
 enum PenstockQKNorm : int32_t { NOWHERE, HEADS, ROTATED_HEADS, WIDTH };
 }
 
+struct NotSummed {};
+
 struct Model {
   virtual ~Model() = default;
   virtual void set_linear(int64_t layer, int32_t which, const void* weight, int64_t outputs, int64_t inputs,
@@ -88,14 +96,15 @@ struct Model {
   virtual void logits(const void* hidden, int64_t rows, float* out) = 0;
   virtual void draw(const PenstockDraw& draw, int64_t* out) = 0;
 
+  PenstockSum add_up = nullptr;  // of a model that several ranks compute
   struct Layer {
     Linear linear[LM_HEAD];
     Buffer<float> vector[VECTORS];
     int64_t window = 0;
     const float *cosines = nullptr, *sines = nullptr;  // [positions][head_dim / 2]
     void *keys = nullptr, *values = nullptr;
-    float* states = nullptr;  // of a delta net: [slots][value_heads][key_dim][value_dim]
-    void* past = nullptr;     // and its convolution's: [slots][kernel - 1][channels]
+    float* states = nullptr;  // of a delta net: [places][value_heads][key_dim][value_dim]
+    void* past = nullptr;     // and its convolution's: [places][kernel - 1][channels]
   };
   std::vector<Layer> layers;
   Layer top;  // of which the final norm is used
@@ -256,7 +265,7 @@ class Decoder final : public Model {
     // A decode's time is that of reading states and writing them, so a head's is asked for as a whole.
     each_span(rows_, delta_.value_heads, [&](int worker, const Span& row, int64_t head) {
       if (head == 0) keep_past(layer, row);
-      prefetch(state_of(layer, row, head), delta_.state() * sizeof(float));
+      prefetch(places_of(layer, row, head).at(row.state), delta_.state() * sizeof(float));
       for (int64_t column = 0; column < delta_.value_dim; column += COLUMNS)
         recur(layer, row, head, column, products_[worker].get());
     });
@@ -273,7 +282,7 @@ class Decoder final : public Model {
       for (int64_t tap = 0; tap < s.kernel; ++tap) {
         const int64_t back = s.kernel - 1 - tap;
         taps[tap] = back <= span.earlier + i ? inputs_.get() + (token - back) * s.channels()
-                                             : past_of(layer, span) + (tap + span.earlier + i) * s.channels();
+                                             : past_at(layer, span.state) + (tap + span.earlier + i) * s.channels();
       }
       float* out = convolved_.get() + token * s.channels();
       penstock::convolve<E>(s, taps, layer.vector[DELTA_CONV].get(), first, count, out);
@@ -297,21 +306,27 @@ class Decoder final : public Model {
     }
   }
 
-  // The inputs of the row's last tokens, for its next ones.
+  // The inputs of the row's last tokens, for its next ones. Where it verifies, of each token's: those behind its first
+  // may overwrite what the others find, so they come last.
   void keep_past(const Layer& layer, const Span& row) {
+    if (!row.behind) return keep_past(layer, row, row.count, row.state);
+    for (int64_t count = row.count; count > 0; --count) keep_past(layer, row, count, row.behind[count - 1]);
+  }
+
+  void keep_past(const Layer& layer, const Span& row, int64_t count, int64_t place) {
     const int64_t kept = delta_.kernel - 1, size = delta_.channels();
-    T* past = past_of(layer, row);
+    T *past = past_at(layer, row.state), *to = past_at(layer, place);
     for (int64_t i = 0; i < kept; ++i) {
-      const int64_t from = row.count - kept + i;
-      std::memcpy(past + i * size, from < 0 ? past + (kept + from) * size : inputs_.get() + (row.token + from) * size,
+      const int64_t from = count - kept + i;
+      std::memcpy(to + i * size, from < 0 ? past + (kept + from) * size : inputs_.get() + (row.token + from) * size,
                   size * sizeof(T));
     }
   }
 
-  T* past_of(const Layer& layer, const Span& row) const { return static_cast<T*>(layer.past) + row.slot * delta_.past(); }
+  T* past_at(const Layer& layer, int64_t place) const { return static_cast<T*>(layer.past) + place * delta_.past(); }
 
-  float* state_of(const Layer& layer, const Span& row, int64_t head) const {
-    return layer.states + (row.slot * delta_.value_heads + head) * delta_.state();
+  DeltaPlaces places_of(const Layer& layer, const Span& row, int64_t head) const {
+    return {layer.states + head * delta_.state(), delta_.value_heads * delta_.state(), row.state, row.behind};
   }
 
   void recur(const Layer& layer, const Span& row, int64_t head, int64_t column, float* block) {
@@ -323,7 +338,9 @@ class Decoder final : public Model {
                              std::min(COLUMNS, s.value_dim - column), convolved + key, convolved + s.keys() + key,
                              convolved + 2 * s.keys() + value, strength + s.value_heads, strength,
                              recalled_.get() + row.token * s.values() + value};
-    penstock::recur(s, state_of(layer, row, head) + column, block, tokens);
+    DeltaPlaces places = places_of(layer, row, head);
+    places.states += column;
+    penstock::recur(s, places, block, tokens);
   }
 
   // norm(recalled) * silu(z), each head by itself; this norm is never centred.
@@ -355,7 +372,9 @@ class Decoder final : public Model {
       const int64_t slot = step.slots[row], start = step.starts[row], length = step.lengths[row];
       const int32_t* first = step.tokens + slot * step.tokens_stride + start;
       token_ids_.insert(token_ids_.end(), first, first + length);
-      const Span whole{step.tables + slot * step.tables_stride, start, tokens_, length, 0, 0, slot};
+      const int64_t* behind = step.behind && step.behind[tokens_] >= 0 ? step.behind + tokens_ : nullptr;
+      const Span whole{step.tables + slot * step.tables_stride, start, tokens_, length, 0, 0,
+                       step.places ? step.places[row] : 0, behind};
       rows_.push_back(whole);
       cut(whole, WRITTEN_TOKENS, written_);
       cut(whole, heads_.block_tokens(), attended_spans_);
@@ -363,7 +382,7 @@ class Decoder final : public Model {
     x_.reserve(tokens_ * shape_.hidden);
     normed_.reserve(tokens_ * shape_.hidden);
     qkv_.reserve(tokens_ * qkv_width());
-    if (has_post_norms()) added_.reserve(tokens_ * shape_.hidden);
+    if (add_up || has_post_norms()) added_.reserve(tokens_ * shape_.hidden);
     q_.reserve(tokens_ * shape_.heads * shape_.head_dim);
     attended_.reserve(tokens_ * mixed_width());
     if (delta_.value_heads) {
@@ -378,7 +397,8 @@ class Decoder final : public Model {
   static void cut(const Span& whole, int64_t size, std::vector<Span>& spans) {
     for (int64_t i = 0; i < whole.count; i += size) {
       const int64_t count = std::min(size, whole.count - i);
-      spans.push_back({whole.table, whole.position + i, whole.token + i, count, i, whole.count - i - count, whole.slot});
+      spans.push_back({whole.table, whole.position + i, whole.token + i, count, i, whole.count - i - count, whole.state,
+                       whole.behind});
     }
   }
 
@@ -457,11 +477,12 @@ class Decoder final : public Model {
     return shape_.act == SILU ? silu(x) : shape_.act == GELU_TANH ? gelu_tanh(x) : relu2(x);
   }
 
+  // x_ grows by what `from` becomes, over all ranks.
   void add_projected(const Layer& layer, PenstockLinear which, const T* from, PenstockVector post) {
     const Linear& w = layer.linear[which];
     const float* weight = layer.vector[post].get();
     const float scale = shape_.residual_scale;
-    if (!weight) {
+    if (!weight && !add_up) {
       project(w, from, tokens_, [&](int64_t token, int64_t place, const float* y) {
         float* x = x_.get() + token * shape_.hidden + place;
         for (int n = 0; n < used(w, place); ++n) x[n] += scale * y[n];
@@ -471,8 +492,13 @@ class Decoder final : public Model {
     project(w, from, tokens_, [&](int64_t token, int64_t place, const float* y) {
       std::memcpy(added_.get() + token * shape_.hidden + place, y, used(w, place) * sizeof(float));
     });
+    if (add_up && add_up(added_.get(), tokens_ * shape_.hidden) != 0) throw NotSummed();
     each_of(tokens_, [&](int64_t token) {
       float *x = x_.get() + token * shape_.hidden, *y = added_.get() + token * shape_.hidden;
+      if (!weight) {
+        for (int64_t i = 0; i < shape_.hidden; i += LANES) store(x + i, load<vf>(x + i) + load<vf>(y + i) * scale);
+        return;
+      }
       const auto [mean, inverse] = moments(y, shape_.hidden);
       const float factor = inverse * scale;
       for (int64_t i = 0; i < shape_.hidden; i += LANES)
@@ -601,13 +627,15 @@ class Decoder final : public Model {
   std::vector<Buffer<uint32_t>> panels_;
 };
 
-constexpr int32_t DONE = 0, NO_MEMORY = -1;
+constexpr int32_t DONE = 0, NO_MEMORY = -1, NOT_SUMMED = -2;
 
 template <class Work>
 int32_t guarded(Work&& work) noexcept {
   try {
     work();
     return DONE;
+  } catch (const NotSummed&) {
+    return NOT_SUMMED;
   } catch (...) {  // std::bad_alloc, or the standard library's words for a size that none could have
     return NO_MEMORY;
   }
@@ -654,12 +682,15 @@ void penstock_set_cache(Model* model, int64_t layer, void* keys, void* values, i
   model->layers[layer].window = window;
 }
 
-// What a delta net's layer keeps of each slot: states [slots][value_heads][key_dim][value_dim], and of the element type
-// past [slots][kernel - 1][channels]. Borrowed.
+// What a delta net's layer keeps at each place: states [places][value_heads][key_dim][value_dim], and of the element type
+// past [places][kernel - 1][channels]. Borrowed.
 void penstock_set_states(Model* model, int64_t layer, float* states, void* past) {
   model->layers[layer].states = states;
   model->layers[layer].past = past;
 }
+
+// This model is a rank's part: the outputs of `OUTPUT` and `DOWN` are added up by `sum`, in the thread that asks.
+void penstock_set_sum(Model* model, PenstockSum sum) { model->add_up = sum; }
 
 // Borrowed. `embedding` may be null, and is then read from lm_head, which must not be quantised.
 void penstock_set_embedding(Model* model, const void* embedding) { model->embedding = embedding; }

@@ -8,7 +8,7 @@ import ctypes
 import platform
 import weakref
 from collections.abc import Mapping, Sequence
-from ctypes import POINTER, byref, c_char_p, c_float, c_int32, c_int64, c_void_p
+from ctypes import CFUNCTYPE, POINTER, Array, byref, c_char_p, c_float, c_int32, c_int64, c_void_p
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -17,7 +17,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from engine.runtime.collective.shard import WHOLE
+from engine.runtime.collective.collective import ALONE, Collective
+from engine.runtime.collective.shard import WHOLE, Shard
 from engine.runtime.models.pieces import lacking
 from engine.runtime.models.rotary import Rotary
 from engine.runtime.models.spec import Attention, DecoderSpec, DeltaNet, Rope
@@ -105,6 +106,8 @@ class Step(ctypes.Structure):
         ("tables_stride", c_int64),
         ("tokens", c_void_p),
         ("tables", c_void_p),
+        ("places", POINTER(c_int64)),
+        ("behind", POINTER(c_int64)),
     )
 
 
@@ -129,6 +132,8 @@ class NativeDraw(ctypes.Structure):
 
 
 _NO_MEMORY: Final = -1
+_AddUp: Final = CFUNCTYPE(c_int32, POINTER(c_float), c_int64)
+"""`PenstockSum` in decoder.cpp."""
 _SIGNATURES: Final[Mapping[str, tuple[Any, tuple[Any, ...]]]] = {
     "penstock_isa": (c_char_p, ()),
     "penstock_new": (c_void_p, (POINTER(Shape), c_int32)),
@@ -136,6 +141,7 @@ _SIGNATURES: Final[Mapping[str, tuple[Any, tuple[Any, ...]]]] = {
     "penstock_set_linear": (c_int32, (c_void_p, c_int64, c_int32, c_void_p, c_int64, c_int64, c_void_p)),
     "penstock_set_vector": (c_int32, (c_void_p, c_int64, c_int32, c_void_p, c_int64)),
     "penstock_set_cache": (None, (c_void_p, c_int64, c_void_p, c_void_p, c_int64)),
+    "penstock_set_sum": (None, (c_void_p, _AddUp)),
     "penstock_set_states": (None, (c_void_p, c_int64, c_void_p, c_void_p)),
     "penstock_set_embedding": (None, (c_void_p, c_void_p)),
     "penstock_set_angles": (None, (c_void_p, c_int64, c_void_p, c_void_p)),
@@ -215,9 +221,12 @@ IMPLEMENTED: Final = frozenset(
 """The pieces of models (`engine.runtime.models.pieces`) that decoder.cpp and this module implement."""
 
 
-def misfit(config: DecoderSpec, page_size: int) -> str | None:
-    """Why the native kernels do not compute this model; None where they do."""
-    return NativeDecoder.implements(config) or _different_layers(config) or _odd_sizes(config, page_size)
+def misfit(config: DecoderSpec, page_size: int, shard: Shard = WHOLE) -> str | None:
+    """Why the native kernels do not compute this part of a model; None where they do."""
+    if shard != WHOLE and config.attention.qk_norm == "width":
+        return f"on {shard.size} ranks: norms over all heads"
+    own = shard.of(config)
+    return NativeDecoder.implements(own) or _different_layers(own) or _odd_sizes(own, page_size)
 
 
 def _different_layers(config: DecoderSpec) -> str | None:
@@ -241,6 +250,25 @@ def _odd_sizes(config: DecoderSpec, page_size: int) -> str | None:
         sizes |= {"linear_key_head_dim": own.key_dim, "linear_value_head_dim": own.value_dim}
     odd = [f"{name} {size}" for name, size in sizes.items() if size % LANES_MAX]
     return f"{', '.join(odd)} cannot be divided by {LANES_MAX}" if odd else None
+
+
+class _Summing:
+    """Adds up what the kernels ask for over all ranks, in float32."""
+
+    def __init__(self, ranks: Collective) -> None:
+        self._ranks = ranks
+        self.failure: BaseException | None = None
+        """What was raised where no sum was to be had: it cannot pass through the kernels."""
+        self.call: Final = _AddUp(self._add_up)
+
+    def _add_up(self, values: Any, count: int) -> int:
+        try:
+            own = (c_float * count).from_address(ctypes.addressof(values.contents))
+            self._ranks.all_reduce_(torch.frombuffer(own, dtype=torch.float32))
+        except BaseException as failure:
+            self.failure = failure
+            return 1
+        return 0
 
 
 def _shape_of(config: DecoderSpec, page_size: int, dtype: torch.dtype, *, int8: bool) -> Shape:
@@ -297,27 +325,36 @@ class NativeDecoder:
         page_size: int,
         threads: int,
         int8: bool = False,
+        ranks: Collective = ALONE,
     ) -> None:
-        """`int8`: matrices as int8 with a scale per output; embeddings and norms stay as they are."""
-        assert misfit(config, page_size) is None
+        """`config` describes the whole model; the rank's part of it is read. `int8`: matrices as int8 with a
+        scale per output; embeddings and norms stay as they are."""
+        shard = ranks.shard
+        assert misfit(config, page_size, shard) is None
         kernels = f"{isa}, int8 weights" if int8 else isa
+        if shard != WHOLE:
+            kernels += f", {shard.size} shards"
         self.name: Final = f"native kernels ({kernels}, {threads} threads)"
         # Threads share out whole sums, so any number of them has the same bits. A page's order is the ISA's.
         self.arithmetic: Final = f"native kernels ({kernels})"
         self._library = library(isa)
-        self._config = config
+        self._whole, self._config, self._ranks = config, shard.of(config), ranks
         self._attending: Final = [
             at for at, layer in enumerate(config.layers) if isinstance(layer.attention, Attention)
         ]
         """The numbers of layers that have keys and values."""
         self._dtype = dtype
-        shape = _shape_of(config, page_size, dtype, int8=int8)
+        shape = _shape_of(self._config, page_size, dtype, int8=int8)
+        shape.vocab = shard.padded_len(config.vocab_size)
         self._model = self._library.penstock_new(byref(shape), threads)
         weakref.finalize(self, self._library.penstock_delete, self._model)
         self._pages: tuple[Tensor, ...] = ()
         self.states: States | None = None
-        self._logits = torch.empty(0, config.vocab_size)
-        self._borrowed = self._set_top(source, keep_embedding=int8)
+        self._summing = _Summing(ranks)
+        if shard != WHOLE:
+            self._library.penstock_set_sum(self._model, self._summing.call)
+        self._logits = torch.empty(0, shape.vocab)
+        self._borrowed = self._set_top(source, keep_embedding=int8 or shard != WHOLE)
         for layer in range(len(config.layers)):
             self._set_layer(layer, source)
 
@@ -326,9 +363,9 @@ class NativeDecoder:
         """Why this network does not compute the model, whatever its sizes; None where it does."""
         return lacking(config, IMPLEMENTED)
 
-    def attach(self, cache: KVCache, slots: int = 0) -> NativeDecoder:
+    def attach(self, cache: KVCache, slots: int = 0, windows: int = 0) -> NativeDecoder:
         """This decoder, with `cache` for its keys and values, which have the native order within a page
-        (attention.h), and with states of so many slots, if it has any."""
+        (attention.h), and with states of so many slots, and windows for drafts, if it has any."""
         for layer, window, keys, values in zip(
             self._attending, self._config.windows, cache.keys, cache.values, strict=True
         ):
@@ -337,7 +374,7 @@ class NativeDecoder:
             )
         self._pages = (*cache.keys, *cache.values)
         if self._config.deltas:
-            self.states = States(StateGeometry.of(self._config, self._dtype), slots)
+            self.states = States(StateGeometry.of(self._config, self._dtype), slots, windows=windows)
             others = (layer for layer in range(len(self._config.layers)) if layer not in self._attending)
             for layer, heads, inputs in zip(others, self.states.heads, self.states.inputs, strict=True):
                 self._library.penstock_set_states(self._model, layer, heads.data_ptr(), inputs.data_ptr())
@@ -346,8 +383,6 @@ class NativeDecoder:
     def forward(self, batch: PackedBatch) -> Tensor:
         """Store the tokens' keys and values -> final hidden states [T, hidden], normed."""
         plan, slots = batch.plan, batch.slots
-        if self.states is not None:
-            self.states.begin(batch.rows)
         column = c_int64 * len(plan.slots)
         step = Step(
             rows=len(plan.slots),
@@ -359,9 +394,26 @@ class NativeDecoder:
             tokens=slots.tokens.data_ptr(),
             tables=slots.page_table.data_ptr(),
         )
+        if self.states is not None:
+            self.states.begin(batch.rows)
+            step.places = column(*[self.states.at[slot] for slot in plan.slots])
+            step.behind = self._behind(batch, self.states)
         hidden = torch.empty(batch.tokens, self._config.hidden_size, dtype=self._dtype)
         self._library.penstock_forward(self._model, byref(step), hidden.data_ptr())
+        if self._summing.failure is not None:
+            raise self._summing.failure
         return hidden
+
+    @staticmethod
+    def _behind(batch: PackedBatch, states: States) -> Array[c_int64] | None:
+        """Where the rows that verify leave the state behind each of their tokens; None without such rows."""
+        windows = states.open(batch.verifying)
+        if not windows:
+            return None
+        behind = [-1] * batch.tokens
+        for row in batch.verifying:
+            behind[row.offset : row.offset + row.length] = windows[row.slot]
+        return (c_int64 * batch.tokens)(*behind)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states [S, hidden] -> logits [S, vocab] float32, in memory that the next call overwrites.
@@ -372,10 +424,12 @@ class NativeDecoder:
         assert hidden.dtype == self._dtype
         assert hidden.is_contiguous()
         if len(hidden) > len(self._logits):
-            self._logits = torch.empty(len(hidden), self._config.vocab_size)
+            self._logits = torch.empty(len(hidden), self._logits.shape[1])
         logits = self._logits[: len(hidden)]
         self._library.penstock_logits(self._model, hidden.data_ptr(), len(hidden), logits.data_ptr())
-        return logits
+        if self._ranks.shard == WHOLE:
+            return logits
+        return self._ranks.all_gather(logits)[:, : self._config.vocab_size].contiguous()
 
     def draw(
         self,
@@ -415,7 +469,7 @@ class NativeDecoder:
         the angles, and the embedding, unless the head is the same."""
         config = self._config
         table = read_embedding(config, source)
-        self._set_linear(0, None, read_lm_head(config, source, WHOLE, table), None)
+        self._set_linear(0, None, read_lm_head(config, source, self._ranks.shard, table), None)
         self._set_vector(0, None, final_norm(config).read(source))
         shared = config.tied_embeddings and not keep_embedding
         self._library.penstock_set_embedding(self._model, None if shared else table.data_ptr())
@@ -434,7 +488,7 @@ class NativeDecoder:
         return cosines.contiguous(), sines.contiguous()
 
     def _set_layer(self, layer: int, source: WeightSource) -> None:
-        own = layer_parameters(self._config, layer)
+        own = layer_parameters(self._whole, layer, self._ranks.shard)
         for role, matrix in own.matrices.items():
             self._set_linear(layer, role, *matrix.read(source))
         for place, norm in own.norms.items():

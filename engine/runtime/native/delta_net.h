@@ -11,7 +11,7 @@
 // next one's key.
 //
 // Tokens are taken one after the other, and sums over key_dim in order, in one lane. So a sequence has the same bits
-// in any chunks and in any company. `carry_on` is compiled once, since two copies of its loop might fuse
+// in any chunks and in any company, verified drafts included. `carry_on` is compiled once, since two copies of its loop might fuse
 // other products with sums.
 #pragma once
 
@@ -68,6 +68,21 @@ struct DeltaTokens {
   int64_t count, stride, heads, out_stride, width;
   const float *q, *k, *v, *kept, *strength;
   float* out;
+
+  DeltaTokens only(int64_t t) const {
+    return {1, stride, heads, out_stride, width, q + t * stride, k + t * stride, v + t * stride, kept + t * heads,
+            strength + t * heads, out + t * out_stride};
+  }
+};
+
+// Where a head's states lie, `pitch` apart. A row goes on from one, which becomes that of its last token; a row that
+// verifies leaves the state behind each of its tokens at a place of its own instead.
+struct DeltaPlaces {
+  float* states;
+  int64_t pitch, from;
+  const int64_t* behind;  // of each token, or null
+
+  float* at(int64_t place) const { return states + place * pitch; }
 };
 
 [[gnu::noinline, gnu::noclone]] inline void carry_on(float* state, int64_t pitch, int64_t dim,
@@ -106,16 +121,27 @@ struct DeltaTokens {
   }
 }
 
+inline void put_back(const DeltaShape& s, const float* block, int64_t width, float* state) {
+  for (int64_t i = 0; i < s.key_dim; ++i)
+    std::memcpy(state + i * s.value_dim, block + i * COLUMNS, width * sizeof(float));
+}
+
 // 32 columns of a head's state [key_dim][value_dim], or fewer. `block`: room for them, [key_dim][32].
-inline void recur(const DeltaShape& s, float* state, float* block, const DeltaTokens& tokens) {
+inline void recur(const DeltaShape& s, const DeltaPlaces& places, float* block, const DeltaTokens& tokens) {
+  float* state = places.at(places.from);
   if (tokens.count == 1 && tokens.width == COLUMNS) return carry_on(state, s.value_dim, s.key_dim, tokens);
   for (int64_t i = 0; i < s.key_dim; ++i) {
     std::memset(block + i * COLUMNS, 0, sizeof(float) * COLUMNS);
     std::memcpy(block + i * COLUMNS, state + i * s.value_dim, tokens.width * sizeof(float));
   }
-  carry_on(block, COLUMNS, s.key_dim, tokens);
-  for (int64_t i = 0; i < s.key_dim; ++i)
-    std::memcpy(state + i * s.value_dim, block + i * COLUMNS, tokens.width * sizeof(float));
+  if (!places.behind) {
+    carry_on(block, COLUMNS, s.key_dim, tokens);
+    return put_back(s, block, tokens.width, state);
+  }
+  for (int64_t t = 0; t < tokens.count; ++t) {
+    carry_on(block, COLUMNS, s.key_dim, tokens.only(t));
+    put_back(s, block, tokens.width, places.at(places.behind[t]));
+  }
 }
 
 }  // namespace penstock

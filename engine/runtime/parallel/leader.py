@@ -117,11 +117,6 @@ def _refuse(config: RunnerConfig) -> None:
     if sys.platform != "linux":
         raise BadRunnerConfig(f"--tensor-parallel-size {size} needs Linux")
     Shard(0, size).of(read_model_config(Path(config.model)))
-    if config.kernels == "native" or config.weights == "int8":
-        what = "weights=int8" if config.weights == "int8" else "kernels=native"
-        raise BadRunnerConfig(
-            f"{what} needs the native kernels, which take no shards: --tensor-parallel-size must be 1"
-        )
 
 
 def _load(config: RunnerConfig, ranks: Ranks, progress: Progress, meeting: Meeting | None) -> LeadingRunner:

@@ -12,8 +12,8 @@ chunked form would be faster, and have other bits where a chunk begins elsewhere
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
 import torch
@@ -42,6 +42,8 @@ class StepStates:
     and no state is cleared here. None: as `rows` has them."""
     lengths: Tensor | None = None
     """The tokens of those rows, the new one included, [decode_rows] int32, beside `slots`."""
+    windows: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    """Where rows that verify leave the states behind their tokens, by slot."""
 
     def __post_init__(self) -> None:
         if self.slots is None:
@@ -57,7 +59,15 @@ class StepStates:
         """The slots of the rows of one token, as an index."""
         if self.slots is not None:
             return self.slots.long()
-        return [row.slot for row in self.rows[: self.decode_rows]]
+        return [self.states.at[row.slot] for row in self.rows[: self.decode_rows]]
+
+    def left(self, row: Row) -> Iterator[tuple[int, int]]:
+        """What a row of several tokens leaves: the states behind so many of its tokens, and where."""
+        windows = self.windows.get(row.slot)
+        if windows is None:
+            yield row.length, self.states.at[row.slot]
+        else:
+            yield from enumerate(windows, 1)
 
     def before(self, kept: Tensor) -> Tensor:
         """What the rows of one token find: a copy."""
@@ -130,8 +140,9 @@ class TorchDeltaNet:
             out[:count] = self._summed(known.transpose(0, 1), 1)[0]
         for row in step.chunks:
             own = slice(row.offset, row.offset + row.length)
-            known = torch.cat((inputs[row.slot], mixed[own]))
-            inputs[row.slot] = known[row.length :]
+            known = torch.cat((inputs[step.states.at[row.slot]], mixed[own]))
+            for count, place in step.left(row):
+                inputs[place] = known[count : count + self.spec.kernel - 1]
             out[own] = self._summed(known, row.length)
         return out
 
@@ -152,9 +163,11 @@ def _recurred(tokens: _Tokens, step: StepStates, heads: Tensor) -> Tensor:
         out[:count] = tokens.step(state, slice(count))
         heads[step.places] = state
     for row in step.chunks:
-        state = heads[row.slot : row.slot + 1]
-        for at in range(row.offset, row.offset + row.length):
-            out[at] = tokens.step(state, slice(at, at + 1))[0]
+        done, state = 0, heads[step.states.at[row.slot]][None].clone()
+        for count, place in step.left(row):
+            for at in range(row.offset + done, row.offset + count):
+                out[at] = tokens.step(state, slice(at, at + 1))[0]
+            heads[place], done = state[0], count
     return out
 
 

@@ -14,8 +14,9 @@ from engine.runtime.setup.model_directory import check_model_directory, check_mo
 from engine.runtime.setup.model_errors import ModelUnavailable
 
 FILES_WANTED: Final = ("*.safetensors", "*.safetensors.index.json", "*.json", "tokenizer.model", "*.jinja")
-FILES_REFUSED: Final = ("*/*", "consolidated*")
-"""Subfolders, and Mistral's consolidated files, hold the same weights in other formats."""
+FILES_REFUSED: Final = ("[!0-9]*/*", "[0-9][!_]*/*", "consolidated*")
+"""Subfolders, but for those of an embedder's modules (`1_Pooling`), and Mistral's consolidated files hold the
+same weights in other formats."""
 _HUB_ID: Final = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
 

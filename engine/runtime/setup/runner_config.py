@@ -11,6 +11,7 @@ from typing import Annotated, Final, Literal
 
 from msgspec import Meta
 
+from engine.contract.embedders import EmbeddingsSetting
 from engine.runtime.setup.backends import misnamed
 from shared.process.setting_values import ConfigError
 from shared.process.settings import Rule, Text, Unit, problems_of
@@ -101,9 +102,17 @@ class RunnerConfig:
     """Sequences that run at once. CUDA graphs go up to 512."""
     max_step_tokens: Annotated[int, Meta(ge=1, le=STEP_TOKENS_MAX)] = 2048
     """Token budget of one step; at least max_num_seqs."""
+    embeddings: EmbeddingsSetting = "auto"
+    """Whether the model makes vectors of texts. auto: one with a modules.json does, as that says, and nothing
+    else; mean: a model that answers does so, too, by the mean of its last hidden states, normalized."""
     prefix_cache: bool = True
     """Keep the KV cache of ended sequences, so that a prompt is not computed again where it begins as another
     did. On unless --no-prefix-cache is given."""
+    max_drafts: Annotated[int, Meta(ge=0, le=15), Unit("tokens")] = 15
+    """The most tokens that are guessed for a stream from what its prompt and answer hold already, and
+    verified in one step with its next one. The tokens are the same; a step guesses as many as pay by its
+    learned cost. On a GPU none is, nor by torch's kernels, unless the model
+    has states. 0: none."""
 
     def __post_init__(self) -> None:
         if problems := problems_of(self) or list(self.contradictions()):

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +23,7 @@ from typing import Final, Protocol, TypeVar
 import msgspec
 import torch
 
+from engine.contract.embedders import Embedder, read_embedder
 from engine.contract.messages import (
     Pending,
     Plan,
@@ -35,13 +36,14 @@ from engine.contract.messages import (
 from engine.runtime.models.decoder_config import read_model_config
 from engine.runtime.models.spec import DecoderSpec, Longrope
 from engine.runtime.setup.hardware import available_memory_bytes, multiplies_bf16, usable_cores
-from engine.runtime.setup.model_errors import BadRunnerConfig
+from engine.runtime.setup.model_errors import BadRunnerConfig, UnsupportedModel
 from engine.runtime.setup.runner_config import RunnerConfig
 from engine.runtime.start.step_timing import time_steps
 from engine.runtime.step.kv_cache import HostPages, KVGeometry, host_page_count
 from engine.runtime.step.states import States
 from engine.runtime.weights.checkpoint import Checkpoint, Inspection, checkpoint_files
 from engine.runtime.weights.parameters import read_all
+from shared.text.model_files import BadModelFile
 
 Progress = Callable[[str], None]
 """Called with each stage of a start, in words for the operator."""
@@ -251,6 +253,24 @@ def read_model(config: RunnerConfig, progress: Progress) -> DecoderSpec:
     return model
 
 
+def embedder_of(config: RunnerConfig) -> Embedder | None:
+    """How the model makes vectors of prompts; None where it makes none. Raises UnsupportedModel."""
+    try:
+        return read_embedder(Path(config.model), config.embeddings)
+    except BadModelFile as error:
+        raise UnsupportedModel(str(error)) from error
+
+
+def _headless(model: DecoderSpec, files: Mapping[str, Path]) -> DecoderSpec:
+    """The model of an embedder, as its checkpoint names what it has. Its head is none, or is not read: no
+    logits are computed, and where a head has to be, the embedding is one."""
+    names = model.names
+    if names.embedding not in files:
+        names = names.moved("model.", "")
+    names = replace(names, foreign=(*names.foreign, names.head))
+    return replace(model, names=names, tied_embeddings=True)
+
+
 def checked_checkpoint(
     config: RunnerConfig,
     model: DecoderSpec,
@@ -265,6 +285,12 @@ def checked_checkpoint(
     its own beside `tie_word_embeddings` is used unless it equals the embedding, as in transformers 5.
     """
     files = checkpoint_files(Path(config.model), progress)
+    if (embedder := embedder_of(config)) is not None and not embedder.generates:
+        model = _headless(model, files)
+        inspection = Inspection(files, dtype, model.fp8, model.names.foreign)
+        read_all(model, inspection)
+        inspection.verify()
+        return model, Checkpoint(files, dtype, model.fp8, device)
     head, embedding = model.names.head, model.names.embedding
     has_head = model.tied_embeddings and head in files
     untied = replace(model, tied_embeddings=False) if has_head else model
@@ -292,12 +318,15 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def choose_max_model_len(config: RunnerConfig, model: DecoderSpec) -> int:
-    """The longest sequence that is served, in tokens. Raises BadRunnerConfig beyond the model's positions."""
+    """The longest sequence that is served, in tokens: unless the settings say it, as long as the model was
+    made for. Raises BadRunnerConfig beyond the model's positions."""
     if config.max_model_len is not None and config.max_model_len > model.context_len:
         raise BadRunnerConfig(
             f"--max-model-len {config.max_model_len} is beyond this model's {model.context_len} positions"
         )
-    return config.max_model_len or model.context_len
+    embedder = embedder_of(config)
+    made_for = model.context_len if embedder is None else embedder.tokens_max or model.context_len
+    return config.max_model_len or min(model.context_len, made_for)
 
 
 def set_threads(config: RunnerConfig, neighbours: int) -> int:

@@ -58,6 +58,8 @@ class PackedBatch:
     @cached_property
     def verifying(self) -> list[Row]:
         """The rows that verify drafts."""
+        if not self.plan.drafts:
+            return []
         return [row for row, want in zip(self.rows, self.plan.wants, strict=True) if want is Want.VERIFY]
 
     @cached_property

@@ -47,6 +47,10 @@ STATES_PER_SLOT: Final = 2
 """Snapshots of states for each slot, of its prompt's end and of its answer, beside those along long
 prompts."""
 PAGES_MIN: Final = 2
+WINDOWS_PART: Final = 2
+"""Windows for drafts take this part at most of what pages take, a half, `WINDOWS_BESIDE` pages left out: no
+model fails to fit for them."""
+WINDOWS_BESIDE: Final = 2 * PAGES_MIN
 SWAP_BYTES_DEFAULT: Final = 4 << 30
 KV_SHARE_DEFAULT: Final = 0.5
 """The KV cache's default part of the host memory that is free once the weights are loaded."""
@@ -233,13 +237,14 @@ def page_count(
     available_bytes: int,
     states_bytes: int = 0,
     snapshots_bytes: int = 0,
+    windows_bytes: int = 0,
 ) -> int:
     """The number of pages to allocate. Raises DoesNotFit.
 
     `available_bytes` is the memory that is free once the weights are loaded. The memory of a step is set
     aside first. `states_bytes`, which all slots' states take, are part of what the KV cache gets, and so are
-    `snapshots_bytes` (`pages_within`). The result is never more than the slots could own, plus a margin for
-    the prefix cache: a tiny model on a large machine takes little.
+    `snapshots_bytes` (`pages_within`) and `windows_bytes` (`window_count`). The result is never more than the
+    slots could own, plus a margin for the prefix cache: a tiny model on a large machine takes little.
     """
     useful = useful_pages(config, max_model_len)
     if config.kv_cache_memory is not None:
@@ -247,6 +252,8 @@ def page_count(
     else:
         budget = int(max(0, available_bytes - step_bytes(config, model)) * KV_SHARE_DEFAULT)
     rest = max(0, budget - states_bytes)
+    above = max(0, rest - WINDOWS_BESIDE * geometry.page_bytes)
+    rest -= min(above // (WINDOWS_PART + 1), windows_bytes)
     pages = min(pages_within(rest, geometry.page_bytes, snapshots_bytes), useful)
     if pages < PAGES_MIN:
         states = f" beside {states_bytes >> 20} MiB of states" if states_bytes else ""
@@ -296,6 +303,19 @@ def state_place_count(
     the pages take."""
     useful = useful_states(config, geometry, max_model_len, state_bytes)
     return min(useful, pages * geometry.page_bytes // max(1, state_bytes))
+
+
+def useful_windows(config: RunnerConfig, drafts_max: int) -> int:
+    """The number of drafts that a step may verify of a model with states: as many as there are slots, those
+    of one row at least."""
+    return min(config.max_num_seqs * drafts_max, max(config.max_num_seqs, drafts_max))
+
+
+def window_count(useful: int, geometry: KVGeometry, pages: int, state_bytes: int) -> int:
+    """The number of states for drafts beside so many pages: as many as are useful, and a part of the memory
+    that the pages take."""
+    beside_bytes = max(0, pages - WINDOWS_BESIDE) * geometry.page_bytes
+    return min(useful, beside_bytes // WINDOWS_PART // max(1, state_bytes))
 
 
 def _pages_per_sequence(config: RunnerConfig, max_model_len: int) -> int:

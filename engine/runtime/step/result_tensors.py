@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -54,6 +55,8 @@ class Computed:
     """The log-probabilities of the rows that ask for them; None where no row asks."""
     prompt_logprobs: Sequence[tuple[int, Sequence[LogprobColumns]]] = ()
     """Per slot, the log-probabilities of its prompt's tokens, in pieces."""
+    vectors: Sequence[tuple[int, Tensor]] = ()
+    """Per slot, its prompt's vector, float32."""
     scores: Sequence[ScoreColumns] = ()
     """Those of the tokens that were asked for behind prompts, in pieces."""
 
@@ -63,6 +66,7 @@ class Computed:
             self.tops,
             None if self.logprobs is None else self.logprobs.moved(move),
             [(slot, [piece.moved(move) for piece in pieces]) for slot, pieces in self.prompt_logprobs],
+            [(slot, move(vector)) for slot, vector in self.vectors],
             [piece.moved(move) for piece in self.scores],
         )
 
@@ -75,8 +79,15 @@ class Computed:
                 (slot, [entry for piece in pieces for entry in piece.entries()])
                 for slot, pieces in self.prompt_logprobs
             ],
+            vectors=[(slot, _packed(vector)) for slot, vector in self.vectors],
             scores=[entry for piece in self.scores for entry in piece.entries()],
         )
+
+
+def _packed(vector: Tensor) -> bytes:
+    """A vector as little-endian float32; empty where it is not finite."""
+    numbers = vector.numpy()
+    return numbers.astype("<f4", copy=False).tobytes() if np.isfinite(numbers).all() else b""
 
 
 def asked_logprobs(

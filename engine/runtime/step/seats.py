@@ -45,6 +45,8 @@ class Seat:
     """The number of pages in the slot's page table."""
     edits: Edits = NO_EDITS
     """The edits of its logits. A device makes them from tables of its own, and has none here."""
+    gathered: Tensor | None = None
+    """What the rows of its prompt have gathered for its vector (`engine.runtime.step.pooling`)."""
 
     @property
     def output_len(self) -> int:

@@ -92,11 +92,12 @@ def serve(config: EngineConfig, model_dir: Path, tokenizer: Tokenizer) -> Serve:
         script: Script | None = None,
         core: dict[str, Any] | None = None,
         clock: Clock = SYSTEM_CLOCK,
+        directory: Path = model_dir,
         **changes: Any,
     ) -> AsyncIterator[Served]:
         eos = tokenizer.encode(EOS)
         fake = FakeCore(script or (lambda _: eos), **({"vocab_size": tokenizer.vocab_size} | (core or {})))
-        engine = Engine(replace(config, **changes), lambda _: model_dir, lambda *_: fake, clock)
+        engine = Engine(replace(config, **changes), lambda _: directory, lambda *_: fake, clock)
         async with AsyncExitStack() as stack:
             stack.push_async_callback(engine.stop)
             await engine.start()

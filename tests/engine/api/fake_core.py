@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import struct
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -60,6 +61,7 @@ class FakeCore:
         max_model_len: int = 256,
         vocab_size: int = 340,
         is_silent: bool = False,
+        vector_len: int = 0,
     ) -> None:
         """`is_silent`: it starts, and never says that it is ready."""
         self.script = script
@@ -68,6 +70,7 @@ class FakeCore:
             -1.0 - at for at in range(len(add.sampling.scored) // TOKEN_LEN)
         ]
         """The log-probabilities of the tokens that a sequence has scored."""
+        self.info = msgspec.structs.replace(self.info, vector_len=vector_len)
         self.is_silent = is_silent
         self.is_held = False
         self.admits = True
@@ -86,6 +89,8 @@ class FakeCore:
         self.is_closed = False
         self.newest = 0
         """The newest that it says to have seen."""
+        self.predicted: list[tuple[int, int, int]] = []
+        """What the next step says of predictions."""
         self.waiting: dict[int, AddSequence] = {}
         self.running: dict[int, Running] = {}
         self._steps = 0
@@ -208,8 +213,14 @@ class FakeCore:
             finished=[],
             stats=self._stats(),
             scores=[(row.add.handle, self.scores(row.add)) for row in rows if row.add.sampling.scored],
+            vectors=[
+                (row.add.handle, vector_of(row.add.prompt_ids, length))
+                for row in rows
+                if (length := row.add.sampling.vector_len)
+            ],
+            predicted=self.predicted,
         )
-        self._steps += 1
+        self._steps, self.predicted = self._steps + 1, []
         for row in rows:
             row.sent += 1
             reason = self._end(row)
@@ -266,6 +277,11 @@ class FakeCore:
                 await asyncio.sleep(0)
             else:
                 self._work.clear()
+
+
+def vector_of(prompt_ids: Sequence[int], length: int) -> bytes:
+    """Its vector of a prompt: the prompt's length, then its ids."""
+    return struct.pack(f"<{length}f", *[len(prompt_ids), *prompt_ids, *[0] * length][:length])
 
 
 def _known(token: int, top: int | None) -> TokenLogprobs:

@@ -18,7 +18,7 @@ from engine.core.drafts.price import Acceptance, Offer, lengths_that_pay
 from engine.core.estimate.cost import CostLearner
 from engine.core.scheduler_config import SchedulerConfig
 from engine.core.step.allocator import Allocator
-from engine.core.step.drafting import LATE_SHARE, TOKENS_SHARE, Drafting, spare_tokens
+from engine.core.step.drafting import LATE_SHARE, TOKENS_SHARE, Drafting
 from tests.engine.core.sequences import sequence
 from tests.fake_runner import runner_info
 
@@ -157,4 +157,7 @@ def test_drafts_keep_to_the_least_gap_target_and_lengthen_a_late_step_by_a_share
     allowed_s = 0.05 / (1.0 + learner.error)
     assert drafting.spare_s(decodes, 0.01) == pytest.approx(allowed_s - 0.01)
     assert drafting.spare_s(decodes, 0.4) == LATE_SHARE * 0.4
-    assert spare_tokens(104, 4) == TOKENS_SHARE * 100
+    assert drafting.spare_drafts(104, 4) == TOKENS_SHARE * 100
+    drafting.runner = runner_info(state_bytes=8, drafts_max=15, state_windows=20)
+    assert drafting.spare_drafts(104, 4) == 20
+    assert drafting.spare_drafts(14, 4) == TOKENS_SHARE * 10

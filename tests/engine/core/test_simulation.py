@@ -256,7 +256,7 @@ def calm(config: SimConfig) -> SimConfig:
     """The world with many choices, in which each is computed to its end and no page is evicted."""
     scheduler = replace(config.scheduler, prefix_cache=True, queue_len_max=UNBOUNDED)
     return replace(
-        config, n_max=16, pages=4000, tenants=1, classes=1, fails=False, abort_share=0.0,
+        config, n_max=16, pages=4000, tenants=1, classes=1, fails=False, abort_share=0.0, vector_share=0.0,
         in_flight_abort_share=0.0, pause_share=0.0, in_flight_pause_share=0.0, prompt_logprobs_share=0.0,
         host_pages=0, disk=False, scheduler=scheduler,
     )  # fmt: skip

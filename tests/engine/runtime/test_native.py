@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from engine.contract.messages import Plan, SamplingParams, SlotAssignment, Want
+from engine.runtime.collective.collective import ALONE
 from engine.runtime.host import host_shard as loading
 from engine.runtime.host.model import PagedModel, StatefulModel, TorchModel
 from engine.runtime.host.torch_paged import TorchDecode, TorchPrefill
@@ -116,7 +117,7 @@ class Weights:
             generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
             own = torch.randn(count, *columns, generator=generator)
             own = 1 + own / 5 if "norm" in name else own / (columns[0] ** 0.5 if columns else 2)
-            parts.append(own[first:last])
+            parts.append(own[first:last] if part.columns is None else own[first:last, slice(*part.columns)])
         return torch.cat(parts).bfloat16().to(self._dtype)
 
 
@@ -138,7 +139,8 @@ class Stage:
     ) -> Stage:
         """In torch, unless `isa` names a library."""
         pages = 10 * MAX_LEN // page_size
-        geometry = KVGeometry(len(config.attentions), config.kv_heads, page_size, config.head_dim, dtype)
+        own = native.get("ranks", ALONE).shard.of(config)
+        geometry = KVGeometry(len(own.attentions), own.kv_heads, page_size, own.head_dim, dtype)
         cache = KVCache(geometry, pages)
         for tensor in (*cache.keys, *cache.values):
             tensor.fill_(torch.nan)

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -20,6 +21,7 @@ from engine.contract.messages import Plan, SamplingParams, SlotAssignment, Want
 from engine.core.queue.newcomers import AddSequence
 from engine.core.scheduler import Scheduler
 from engine.core.scheduler_config import SchedulerConfig
+from engine.core.sequence import Sequence
 from engine.runtime.host.host_runner import HostRunner
 from engine.runtime.host.host_shard import load_on_host
 from engine.runtime.models.decoder_config import parse_model_config
@@ -27,11 +29,16 @@ from engine.runtime.setup.model_errors import DoesNotFit, UnsupportedModel
 from engine.runtime.setup.runner_config import Kernels, RunnerConfig
 from engine.runtime.step.batch import assemble
 from tests import effort
+from tests.bench.engine.core_window import draft_by
 from tests.core_laws import check
 from tests.engine.runtime.config_oracle import Weights
+from tests.fake_drafts import FakeDrafts
 
 MODEL = Weights("qwen3_5_text", layers=4, heads=4, kv_heads=2)
+Answers = Mapping[int, list[Any]]
+"""By handle, the tokens of a sequence and their log-probabilities, and behind them why it ended."""
 PAGE, SLOTS, LEN, LEN_PAGES = 16, 4, 90, 6
+STOPS = (5,)
 WHOLE: Mapping[str, Any] = {
     "model_type": "qwen3_5",
     "architectures": ["Qwen3_5ForConditionalGeneration"],
@@ -145,7 +152,7 @@ def test_states_are_part_of_the_memory_of_the_cache(checkpoint: Path) -> None:
     assert runner.info.state_bytes == 2 * 4 * (heads + 3 * channels)
     states = SLOTS * runner.info.state_bytes
     page_bytes, state_bytes = runner.info.page_bytes, runner.info.state_bytes
-    few = loaded(checkpoint, kv_cache_memory=states + 7 * page_bytes)
+    few = loaded(checkpoint, kv_cache_memory=states + 7 * page_bytes, max_drafts=0)
     assert few.info.pages == 3
     assert few.info.state_places == 3 * page_bytes // state_bytes >= 1
     pages, along = runner.info.pages, LEN_PAGES * page_bytes // state_bytes
@@ -153,6 +160,23 @@ def test_states_are_part_of_the_memory_of_the_cache(checkpoint: Path) -> None:
     assert loaded(checkpoint, prefix_cache=False).info.state_places == 0
     with pytest.raises(DoesNotFit, match="states"):
         loaded(checkpoint, kv_cache_memory=states)
+
+
+@pytest.mark.parametrize("pages", [4, 5, 7, 20, 60, 400])
+def test_windows_for_drafts_are_part_of_the_memory_of_the_cache(checkpoint: Path, pages: int) -> None:
+    """Their number is that of the slots, or one row's drafts, and no more than half of what pages take: then
+    fewer are drafted."""
+    info = loaded(checkpoint).info
+    memory = SLOTS * info.state_bytes + pages * info.page_bytes
+    some = loaded(checkpoint, kv_cache_memory=memory).info
+    beside_bytes = max(0, some.pages - 4) * info.page_bytes
+    assert some.state_windows == min(15, beside_bytes // 2 // info.state_bytes)
+    assert some.drafts_max == min(15, some.state_windows)
+    states = SLOTS + some.state_places + some.state_windows
+    assert some.pages * info.page_bytes + states * info.state_bytes <= memory
+    assert loaded(checkpoint, max_drafts=2).info.state_windows == SLOTS
+    assert loaded(checkpoint, max_drafts=2, kernels="torch").info.drafts_max == 2
+    assert loaded(checkpoint, max_drafts=0).info.state_windows == 0
 
 
 @pytest.mark.parametrize(
@@ -177,16 +201,37 @@ def scheduled(runner: HostRunner, rng: random.Random | None = None) -> Scheduler
     runner.slots._seats = [None] * SLOTS
     config = SchedulerConfig(step_tokens_max=64, queue_len_max=64, prefix_cache=False)
     if rng is not None:
-        every, budget = rng.choice([1, 32, 512]), rng.choice([SLOTS, 9, 24, 64])
+        every, budget = rng.choice([1, 32, 512]), rng.choice([9, 24, 64])
         config = replace(config, step_tokens_max=budget, prefix_cache=True, state_every_len=every)
-    return Scheduler(config, runner.info)
+    # What steps took while warming up would have drafts pay on some machines, and on others not.
+    return Scheduler(config, msgspec.structs.replace(runner.info, timed_steps=()))
+
+
+def drafting(
+    scheduler: Scheduler, added: list[AddSequence], answers: Answers, right_share: float
+) -> list[FakeDrafts]:
+    """Let sequences draft their answers, such a share of them right. Returns their drafters."""
+    prompts = {message.handle: message.prompt_ids for message in added}
+    drafters: list[FakeDrafts] = []
+
+    def drafter_of(sequence: Sequence) -> FakeDrafts:
+        whole = [*prompts[sequence.handle], *(said[0] for said in answers[sequence.handle][:-1])]
+        drafters.append(FakeDrafts(whole, STOPS, 64, right_share, random.Random(sequence.handle)))
+        return drafters[-1]
+
+    draft_by(scheduler, drafter_of)
+    return drafters
 
 
 def served(
-    scheduler: Scheduler, runner: HostRunner, added: list[AddSequence], rng: random.Random | None = None
-) -> Mapping[int, list[Any]]:
-    """Each sequence's tokens and their log-probabilities; in a history some come later, and pause for a
-    while."""
+    scheduler: Scheduler,
+    runner: HostRunner,
+    added: list[AddSequence],
+    rng: random.Random | None = None,
+    plans: list[Plan] | None = None,
+) -> Answers:
+    """Each sequence's tokens and their log-probabilities, then why it ended; in a history some come later,
+    and pause for a while."""
     found = {message.handle: list[Any]() for message in added}
     coming, now = list(added), scheduler._now
     while coming or scheduler.has_work or scheduler._paused:
@@ -199,19 +244,23 @@ def served(
             scheduler.resume([*scheduler._paused], now)
         plan = scheduler.plan(now)
         if plan is not None:
+            if plans is not None:
+                plans.append(plan)
             scheduler.commit(plan, runner.launch(plan).collect(), now + 0.5)
+            assert runner.states is not None
+            assert len({*runner.states.at}) == SLOTS, "two slots have one state"
         check(scheduler)
         report = scheduler.report()
         for row, handle in enumerate(report.handles if report else ()):
             assert report is not None
             found[handle].append((report.tokens[row], report.logprobs[row]))
+        for end in report.finished if report else ():
+            found[end.handle].append(end.reason)
     assert scheduler.stats().pages_owned == 0
     return found
 
 
-def conversations(
-    rng: random.Random, runner: HostRunner
-) -> tuple[list[AddSequence], Mapping[int, list[Any]]]:
+def conversations(rng: random.Random, runner: HostRunner) -> tuple[list[AddSequence], Answers]:
     """Sequences of a few prefixes, choices and next turns among them, and what each brings alone, without a
     cache."""
     alone, prefixes = scheduled(runner), [rng.choices(range(64), k=rng.randint(16, 40)) for _ in range(2)]
@@ -219,34 +268,75 @@ def conversations(
     while len(added) < 7:
         prompt = rng.choice(prefixes) + rng.choices(range(64), k=rng.randint(1, 8))
         for _ in range(rng.randint(1, 3)):  # turns
-            if len(prompt) > 70:
+            if len(prompt) > LEN - 24:
                 break
             for choice in range(rng.choice([1, 1, 2])):
-                handle, max_tokens = len(added), rng.randint(1, 16)
-                sampling = SamplingParams(choice, max_tokens, temperature=choice / 2, logprobs=1)
+                handle, max_tokens = len(added), rng.randint(1, 24)
+                sampling = SamplingParams(
+                    choice, max_tokens, temperature=choice / 2, logprobs=1, stop_token_ids=STOPS
+                )
                 added.append(AddSequence(handle, "req", prompt, sampling, tenant=f"t{choice}"))
                 expected[handle] = served(alone, runner, added[-1:])[handle]
-            answer = [token for token, _ in expected[handle]]
+            answer = [token for token, _ in expected[handle][:-1]]
             prompt = prompt + answer + rng.choices(range(64), k=rng.randint(1, 6))
     return added, expected
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_any_history_has_the_bits_of_sequences_alone(checkpoint: Path, dtype: str) -> None:
-    """With prefixes that are found, preempted and stalled sequences, in pools that are too small for all."""
+@pytest.mark.parametrize(
+    ("dtype", "kernels", "right_share"),
+    [
+        ("float32", "native", 0.6),
+        ("bfloat16", "native", 0.9),
+        ("bfloat16", "native", 0.0),
+        ("bfloat16", "native", 1.0),
+        ("float32", "torch", 0.8),
+        ("bfloat16", "torch", 0.8),
+    ],
+)
+def test_any_history_has_the_bits_of_sequences_alone(
+    checkpoint: Path, dtype: str, kernels: Kernels, right_share: float
+) -> None:
+    """With prefixes that are found, preempted and stalled sequences, in pools that are too small for all, and
+    drafts that are right or wrong."""
     rng, seen = random.Random(3), Counter[str]()
-    cold = loaded(checkpoint, dtype)
+    cold = loaded(checkpoint, dtype, kernels)
     page_bytes, state_bytes = cold.info.page_bytes, cold.info.state_bytes
     runners = [
-        loaded(checkpoint, dtype, kv_cache_memory=pages * page_bytes + (SLOTS + states) * state_bytes)
-        for pages, states in ((10, 8), (40, 20))
+        loaded(
+            checkpoint, dtype, kernels, kv_cache_memory=pages * page_bytes + (SLOTS + states) * state_bytes
+        )
+        for pages, states in ((14, 12), (44, 24))
     ]
-    for _ in range(effort.drawn(2, whole=50)):
+    for _ in range(effort.drawn(2 if kernels == "native" else 1, whole=50)):
         added, expected = conversations(rng, cold)
         runner = rng.choice(runners)
         scheduler = scheduled(runner, rng)
+        drafters = drafting(scheduler, added, expected, right_share)
         assert served(scheduler, runner, added, rng) == expected
         stats = scheduler.stats()
         seen += Counter(hits=stats.prefix_hit_tokens, preemptions=stats.preemptions)
         seen += Counter(saved=stats.states.saved, restored=stats.states.restored)
+        seen += Counter(drafted=sum(each.verified for each in drafters))
+        seen += Counter(right=sum(each.right for each in drafters))
+    assert seen["drafted"] > 15
+    assert right_share - 0.5 < seen["right"] / seen["drafted"] < right_share + 0.1
     assert min(seen["hits"], seen["preemptions"], seen["saved"], seen["restored"]) > 0, seen
+
+
+@pytest.mark.parametrize("kernels", ["native", "torch"])
+def test_a_turn_goes_on_from_the_end_of_a_page_that_drafts_passed(checkpoint: Path, kernels: Kernels) -> None:
+    runner, plans = loaded(checkpoint, "bfloat16", kernels), list[Plan]()
+    prompt, sampling = [(7 * i) % 60 for i in range(20)], SamplingParams(0, 60, temperature=1.0, logprobs=1)
+    first = AddSequence(0, "req", prompt, sampling)
+    said = served(scheduled(runner), runner, [first])
+    turn = AddSequence(
+        1, "req", [*prompt, *(own[0] for own in said[0][:-1]), 9], SamplingParams(0, 9, logprobs=0)
+    )
+    alone = {**said, **served(scheduled(runner), runner, [turn])}
+    scheduler = scheduled(runner, random.Random(1))
+    drafting(scheduler, [first, turn], alone, 1.0)
+    found = {**served(scheduler, runner, [first], plans=plans), **served(scheduler, runner, [turn])}
+    assert found == alone
+    assert scheduler.stats().prefix_hit_tokens == 64
+    backs = [back for plan in plans for _, _, back in plan.saved]
+    assert max(backs) > 0, "no row passed the end of a page"

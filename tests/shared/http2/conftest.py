@@ -6,9 +6,6 @@ from collections.abc import Callable, Mapping
 import pytest
 import uvloop
 
-from shared.http2 import connection
-from tests.shared.http2.plainpath import path_of
-
 FACTORIES: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {
     "asyncio": asyncio.new_event_loop,
     "uvloop": uvloop.new_event_loop,
@@ -20,9 +17,3 @@ def pytest_asyncio_loop_factories(item: pytest.Item) -> Mapping[str, Callable[[]
     """What is tested on sockets is tested on both event loops."""
     one = ONE_LOOP.get(item.path.stem)
     return {one: FACTORIES[one]} if one else FACTORIES
-
-
-@pytest.fixture(autouse=True)
-def paths(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Streams go beside `h2` or through it, as a connection's configuration says."""
-    monkeypatch.setattr(connection, "FastPath", path_of)

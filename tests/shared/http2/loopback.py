@@ -12,9 +12,9 @@ import httpx
 
 from engine.api.http.http2_server import Http2Server, ServerRequest, ServerResponder
 from gateway.relay.http2_client import ClientEndpoint, Http2Transport, ResponseStream, _target
+from shared.http2.connection_config import ConnectionConfig
 from shared.http2.connection_errors import StreamFailed
 from shared.http2.headers import HeaderList, header_list
-from tests.shared.http2.plainpath import config_of
 from tests.waiting import PATIENCE_S as PATIENCE_S
 from tests.waiting import until as until
 
@@ -58,11 +58,10 @@ async def serving(
     handler: Handler,
     *,
     port: int = 0,
-    fast: bool = True,
     tls: ssl.SSLContext | None = None,
     streams_max: int = 1024,
 ) -> AsyncIterator[Served]:
-    server = Http2Server(handler, config=config_of(fast=fast, streams_max=streams_max))
+    server = Http2Server(handler, config=ConnectionConfig(streams_max=streams_max))
     async with listening(server.protocol, port=port, tls=tls) as listener:
         yield Served(server, listener, "https" if tls else "http")
         async with asyncio.timeout(PATIENCE_S):

@@ -1,7 +1,7 @@
 """The plain path, the oracle of the fast one: all frames of streams go through `h2`.
 
-A connection takes it where its configuration is a `PlainConfig` (`conftest.py`). h2 accepts a few things that
-RFC 9113 forbids; those are checked here too, so that the two paths agree.
+`test_twins.py` holds the fast path to it, and gives it to connections that have a `PlainConfig`. h2 accepts
+a few things that RFC 9113 forbids; those are checked here too, so that the two paths agree.
 """
 
 from __future__ import annotations
@@ -26,11 +26,6 @@ from shared.http2.stream import Stream
 @dataclass(frozen=True, slots=True)
 class PlainConfig(ConnectionConfig):
     """The configuration of a connection whose streams go through h2."""
-
-
-def config_of(*, fast: bool, **bounds: int) -> ConnectionConfig:
-    """The configuration of a connection by either path."""
-    return ConnectionConfig(**bounds) if fast else PlainConfig(**bounds)
 
 
 def path_of(connection: Connection) -> FastPath | PlainPath:

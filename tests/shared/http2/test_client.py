@@ -26,18 +26,11 @@ from tests.shared.http2.loopback import (
     serving,
     until,
 )
-from tests.shared.http2.plainpath import config_of
 
 
-@pytest.fixture(params=[False, True], ids=["plain", "fast"])
-def fast(request: pytest.FixtureRequest) -> bool:
-    value: bool = request.param
-    return value
-
-
-async def test_a_request_and_its_answer(fast: bool) -> None:
-    async with serving(echo, fast=fast) as served:
-        transport = Http2Transport(config=config_of(fast=fast))
+async def test_a_request_and_its_answer() -> None:
+    async with serving(echo) as served:
+        transport = Http2Transport()
         async with client(transport) as http:
             answer = await http.post(served.url + "/a?b=c", content=b"question", headers={"X-Name": " v "})
             assert (answer.status_code, answer.content) == (200, b"question")
@@ -46,9 +39,9 @@ async def test_a_request_and_its_answer(fast: bool) -> None:
             assert len(endpoints(transport)) == 1
 
 
-async def test_a_request_of_the_gateways_own(fast: bool) -> None:
-    async with serving(echo, fast=fast) as served:
-        transport = Http2Transport(config=config_of(fast=fast))
+async def test_a_request_of_the_gateways_own() -> None:
+    async with serving(echo) as served:
+        transport = Http2Transport()
         async with transport:
             url = served.url + "/a?b=c"
             headers = [(b"X-Name", b" v "), (b"connection", b"close"), (b"Host", b"engine")]
@@ -65,15 +58,15 @@ async def test_a_request_of_the_gateways_own(fast: bool) -> None:
 
 
 @pytest.mark.parametrize("size", [1, limits.STREAM_WINDOW_LEN, 5_000_001])
-async def test_large_bodies_both_ways(fast: bool, size: int) -> None:
+async def test_large_bodies_both_ways(size: int) -> None:
     body = bytes(i % 251 for i in range(1_000)) * (size // 1_000) + b"x" * (size % 1_000)
 
     async def pieces() -> AsyncIterator[bytes]:
         for start in range(0, size, 70_000):
             yield body[start : start + 70_000]
 
-    transport = Http2Transport(config=config_of(fast=fast))
-    async with serving(echo, fast=fast) as served, client(transport) as http:
+    transport = Http2Transport()
+    async with serving(echo) as served, client(transport) as http:
         assert (await http.post(served.url, content=body)).content == body
         assert (await http.post(served.url, content=pieces())).content == body
 
@@ -163,10 +156,10 @@ async def test_pools_of_unused_origins_are_dropped(monkeypatch: pytest.MonkeyPat
 # -- leaving --------------------------------------------------------------------------------------
 
 
-async def test_a_call_cancelled_before_headers_cancels_the_handler(fast: bool) -> None:
+async def test_a_call_cancelled_before_headers_cancels_the_handler() -> None:
     silent = Silent()
-    transport = Http2Transport(config=config_of(fast=fast))
-    async with serving(silent, fast=fast) as served, client(transport) as http:
+    transport = Http2Transport()
+    async with serving(silent) as served, client(transport) as http:
         call = asyncio.create_task(http.get(served.url))
         await until(lambda: silent.running == 1)
         call.cancel()
@@ -175,10 +168,10 @@ async def test_a_call_cancelled_before_headers_cancels_the_handler(fast: bool) -
 
 
 @pytest.mark.parametrize("events", [False, True], ids=["silent", "streaming"])
-async def test_a_response_left_unfinished_cancels_the_handler(fast: bool, events: bool) -> None:
+async def test_a_response_left_unfinished_cancels_the_handler(events: bool) -> None:
     silent = Silent(start=True, events=events)
-    transport = Http2Transport(config=config_of(fast=fast))
-    async with serving(silent, fast=fast) as served, client(transport) as http:
+    transport = Http2Transport()
+    async with serving(silent) as served, client(transport) as http:
         async with http.stream("GET", served.url) as answer:
             assert await answer.extensions[STREAM].read()
         await until(lambda: silent.cancelled == 1)

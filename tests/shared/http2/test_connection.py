@@ -1,4 +1,4 @@
-"""The core's laws, on two cores joined in memory. Both paths for DATA run every test."""
+"""The core's laws, on two cores joined in memory."""
 
 from __future__ import annotations
 
@@ -24,17 +24,14 @@ from shared.http2.headers import LiteralEncoder
 from shared.http2.phase import ConnectionPhase
 from shared.http2.stream import Stream
 from tests.shared.http2.pair import REQUEST, RESPONSE, End, Pair
-from tests.shared.http2.plainpath import config_of
 
 BARE_REQUEST = b"\x82\x86\x84\x41\x06engine"  # GET http://engine/, without the compression table
 PONG = 0x1
-PATHS = list(itertools.product([False, True], [False, True]))
 
 
-@pytest.fixture(params=PATHS, ids=lambda pair: "-".join("fast" if fast else "plain" for fast in pair))
-def pair(request: pytest.FixtureRequest) -> Pair:
-    client, server = request.param
-    return Pair(config_of(fast=client), config_of(fast=server))
+@pytest.fixture
+def pair() -> Pair:
+    return Pair()
 
 
 def drain(pair: Pair, stream: Stream) -> bytes:
@@ -209,9 +206,8 @@ async def test_what_is_written_after_a_write_that_was_given_up_is_sent(pair: Pai
     assert ours.read_nowait() == b"written"
 
 
-@pytest.mark.parametrize("fast", [False, True])
-def test_a_peer_that_exceeds_a_window_is_disconnected(fast: bool) -> None:
-    pair = Pair(config_of(fast=fast))
+def test_a_peer_that_exceeds_a_window_is_disconnected() -> None:
+    pair = Pair()
     ours, _ = pair.exchange(end=True)
     chunk = frames.frame(frames.DATA, 0, ours.id, bytes(limits.FRAME_LEN_MAX))
     with pytest.raises(ProtocolViolation) as caught:
@@ -221,9 +217,8 @@ def test_a_peer_that_exceeds_a_window_is_disconnected(fast: bool) -> None:
     assert ours.error is not None
 
 
-@pytest.mark.parametrize("fast", [False, True])
-def test_an_overflowing_window_resets_the_stream_or_ends_the_connection(fast: bool) -> None:
-    pair = Pair(server=config_of(fast=fast))
+def test_an_overflowing_window_resets_the_stream_or_ends_the_connection() -> None:
+    pair = Pair()
     _, theirs = pair.exchange(end=True)
     pair.server.connection.receive(frames.window_update(theirs.id, limits.WINDOW_LEN_MAX))
     assert isinstance(theirs.error, StreamReset)
@@ -232,9 +227,8 @@ def test_an_overflowing_window_resets_the_stream_or_ends_the_connection(fast: bo
         pair.server.connection.receive(frames.window_update(0, limits.WINDOW_LEN_MAX))
 
 
-@pytest.mark.parametrize("fast", [False, True])
-def test_padding_is_credited_and_a_content_length_is_held_to(fast: bool) -> None:
-    pair = Pair(server=config_of(fast=fast))
+def test_padding_is_credited_and_a_content_length_is_held_to() -> None:
+    pair = Pair()
     head = [*REQUEST, (b"content-length", b"6")]
     ours, theirs = pair.request(head=head)
     padded = frames.frame(frames.DATA, frames.PADDED, ours.id, b"\x03abc" + bytes(3))
@@ -252,9 +246,8 @@ def test_padding_is_credited_and_a_content_length_is_held_to(fast: bool) -> None
         pair.server.connection.receive(frames.frame(frames.DATA, frames.END_STREAM, ours.id, b"short"))
 
 
-@pytest.mark.parametrize("fast", [False, True])
-def test_padding_alone_closes_no_window(fast: bool) -> None:
-    pair = Pair(server=config_of(fast=fast))
+def test_padding_alone_closes_no_window() -> None:
+    pair = Pair()
     ours, theirs = pair.request()
     padded = frames.frame(frames.DATA, frames.PADDED, ours.id, bytes([255]) + bytes(255))
     for _ in range(2 * limits.STREAM_WINDOW_LEN // 256):  # nobody reads, as nothing comes
@@ -434,22 +427,17 @@ class Run:
                 progress |= bool(data)
 
 
-@pytest.mark.parametrize(("client", "server"), PATHS)
 @given(
     steps=steps,
     window=st.one_of(st.integers(1, 2_000), st.integers(2_000, 200_000)),
     connection_window=st.integers(limits.INITIAL_WINDOW_LEN, 200_000),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_bytes_in_are_bytes_out_and_no_credit_is_lost(
-    client: bool,
-    server: bool,
-    steps: list[tuple[str, bool, int, int]],
-    window: int,
-    connection_window: int,
+    steps: list[tuple[str, bool, int, int]], window: int, connection_window: int
 ) -> None:
-    sizes = {"stream_window_len": window, "connection_window_len": connection_window}
-    pair = Pair(config_of(fast=client, **sizes), config_of(fast=server, **sizes))
+    config = ConnectionConfig(stream_window_len=window, connection_window_len=connection_window)
+    pair = Pair(config, config)
     run = Run(pair)
     for step in steps:
         run.step(*step)

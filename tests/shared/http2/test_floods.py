@@ -1,4 +1,4 @@
-"""What costs a peer little and us much is refused, on both paths; what an honest peer does is not."""
+"""What costs a peer little and us much is refused; what an honest peer does is not."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from shared.http2.connection_config import ConnectionConfig
 from shared.http2.connection_errors import ErrorCode, ProtocolViolation
 from shared.http2.phase import ConnectionPhase
 from tests.shared.http2.pair import REQUEST, RESPONSE, End
-from tests.shared.http2.plainpath import config_of
 
 GREETING = frames.PREFACE + frames.settings({})
 HEAD = b"\x82\x86\x84\x41\x06engine"
@@ -22,9 +21,9 @@ OPEN = frames.END_HEADERS
 CODE = ErrorCode.CANCEL.to_bytes(4, "big")
 
 
-@pytest.fixture(params=[False, True], ids=["plain", "fast"])
-def server(request: pytest.FixtureRequest) -> End:
-    end = End(client=False, config=config_of(fast=request.param))
+@pytest.fixture
+def server() -> End:
+    end = End(client=False, config=ConnectionConfig())
     end.connection.receive(GREETING)
     end.connection.take_output()
     return end
@@ -210,14 +209,13 @@ junk = st.lists(
 )
 
 
-@pytest.mark.parametrize("fast", [False, True])
 @pytest.mark.parametrize("client", [False, True])
 @given(junk=junk, cut=st.integers(0, 300))
 @settings(max_examples=150, deadline=None)
 def test_random_bytes_are_accepted_or_raise_protocol_violation(
-    client: bool, fast: bool, junk: list[tuple[int, int, int, bytes]], cut: int
+    client: bool, junk: list[tuple[int, int, int, bytes]], cut: int
 ) -> None:
-    end = End(client=client, config=config_of(fast=fast))
+    end = End(client=client, config=ConnectionConfig())
     end.connection.receive(frames.settings({0x3: 100}) if client else GREETING)
     if client:
         for _ in range(3):

@@ -35,7 +35,6 @@ from tests.shared.http2.loopback import (
     serving,
     until,
 )
-from tests.shared.http2.plainpath import config_of
 
 EVENT_COUNT = 200
 GOT_BY = {
@@ -76,19 +75,13 @@ async def serve(request: ServerRequest, responder: ServerResponder) -> None:
 ALL_EVENTS = b"".join(b"data: %d\n\n" % i for i in range(EVENT_COUNT))
 
 
-@pytest.fixture(params=[False, True], ids=["plain", "fast"])
-def fast(request: pytest.FixtureRequest) -> bool:
-    value: bool = request.param
-    return value
-
-
 # -- our server, their clients --------------------------------------------------------------------
 
 
-async def test_curl(fast: bool, tmp_path: Path) -> None:
+async def test_curl(tmp_path: Path) -> None:
     upload = tmp_path / "upload"
     upload.write_bytes(os.urandom(2_000_000))
-    async with serving(serve, fast=fast) as served:
+    async with serving(serve) as served:
         curl = ("--http2-prior-knowledge", "--silent", "--show-error", "--fail", "--no-buffer")
         assert await run("curl", *curl, served.url + "/events") == ALL_EVENTS
         sent = ("--data-binary", f"@{upload}", "-H", "Expect:")
@@ -97,9 +90,9 @@ async def test_curl(fast: bool, tmp_path: Path) -> None:
         assert await run("curl", *curl, *version, served.url + "/events") == b"2"
 
 
-async def test_a_disconnect_of_curl_cancels_the_handler(fast: bool) -> None:
+async def test_a_disconnect_of_curl_cancels_the_handler() -> None:
     silent = Silent(start=True)
-    async with serving(silent, fast=fast) as served:
+    async with serving(silent) as served:
         process = await asyncio.create_subprocess_exec(
             tool("curl"),
             "--http2-prior-knowledge",
@@ -116,10 +109,10 @@ async def test_a_disconnect_of_curl_cancels_the_handler(fast: bool) -> None:
 
 
 @pytest.mark.parametrize("window_bits", [10, 16, 30])
-async def test_nghttp(fast: bool, window_bits: int, tmp_path: Path) -> None:
+async def test_nghttp(window_bits: int, tmp_path: Path) -> None:
     upload = tmp_path / "upload"
     upload.write_bytes(bytes(500_000))
-    async with serving(serve, fast=fast) as served:
+    async with serving(serve) as served:
         windows = (f"--window-bits={window_bits}", f"--connection-window-bits={max(16, window_bits)}")
         assert await run("nghttp", *windows, served.url + "/events") == ALL_EVENTS
         assert (
@@ -129,15 +122,15 @@ async def test_nghttp(fast: bool, window_bits: int, tmp_path: Path) -> None:
         assert padded == upload.read_bytes()
 
 
-async def test_h2load(fast: bool) -> None:
-    async with serving(serve, fast=fast) as served:
+async def test_h2load() -> None:
+    async with serving(serve) as served:
         report = await run("h2load", "-n", "200", "-c", "4", "-m", "100", served.url + "/events")
         assert re.search(rb"200 succeeded, 0 failed, 0 errored", report), report.decode()
         await until(lambda: not served.server.endpoints)
 
 
-async def test_httpx_with_httpcore(fast: bool) -> None:
-    async with serving(serve, fast=fast) as served, httpx.AsyncClient(http1=False, http2=True) as http:
+async def test_httpx_with_httpcore() -> None:
+    async with serving(serve) as served, httpx.AsyncClient(http1=False, http2=True) as http:
         body = os.urandom(1_000_000)
         answers = await asyncio.gather(*(http.get(served.url + "/events") for _ in range(50)))
         assert {answer.content for answer in answers} == {ALL_EVENTS}
@@ -175,8 +168,8 @@ async def answering(http: httpx.AsyncClient, url: str) -> None:
 
 
 @pytest.mark.slow
-async def test_granian(fast: bool) -> None:
-    transport = Http2Transport(config=config_of(fast=fast))
+async def test_granian() -> None:
+    transport = Http2Transport()
     async with granian() as url, httpx.AsyncClient(transport=OverHttp2(transport), timeout=None) as http:
         await answering(http, url)
         body = os.urandom(3_000_000)

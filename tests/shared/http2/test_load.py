@@ -12,18 +12,11 @@ from engine.api.http.http2_server import ServerRequest, ServerResponder
 from gateway.relay.http2_client import Http2Transport
 from shared.http2 import limits
 from shared.http2.connection import Connection
-from shared.http2.connection_config import ConnectionConfig
 from shared.http2.phase import ConnectionPhase
 from shared.wire.http import ClientGone
 from tests.shared.http2.loopback import EVENTS, STREAM, OverHttp2, endpoints, serving, until
-from tests.shared.http2.plainpath import PlainConfig, config_of
 
 EVENT = b"data: " + b"x" * 152 + b"\n\n"
-
-
-@pytest.fixture(params=[False, True], ids=["plain", "fast"])
-def config(request: pytest.FixtureRequest) -> ConnectionConfig:
-    return config_of(fast=request.param)
 
 
 def client(transport: Http2Transport) -> httpx.AsyncClient:
@@ -45,7 +38,7 @@ def room_is_whole(sender: Connection, receiver: Connection) -> bool:
 
 
 @pytest.mark.parametrize("count", [256, 1_000])
-async def test_concurrent_streams_all_progress(config: ConnectionConfig, count: int) -> None:
+async def test_concurrent_streams_all_progress(count: int) -> None:
     """Every stream gets its first event while all are open, and then its last."""
     go_on = asyncio.Event()
     begun = 0
@@ -68,8 +61,8 @@ async def test_concurrent_streams_all_progress(config: ConnectionConfig, count: 
                 size += len(data)
             return size
 
-    transport = Http2Transport(config=config)
-    async with serving(events, fast=not isinstance(config, PlainConfig)) as served, client(transport) as http:
+    transport = Http2Transport()
+    async with serving(events) as served, client(transport) as http:
         reads = [asyncio.create_task(read(http, served.url)) for _ in range(count)]
         await until(lambda: begun == count)
         assert len(endpoints(transport)) == 1
@@ -83,9 +76,7 @@ async def test_concurrent_streams_all_progress(config: ConnectionConfig, count: 
 
 
 @pytest.mark.slow
-async def test_backpressure_stalled_streams_hold_one_window_each_and_stall_no_other(
-    config: ConnectionConfig,
-) -> None:
+async def test_backpressure_stalled_streams_hold_one_window_each_and_stall_no_other() -> None:
     stalled_written: dict[str, int] = {}
 
     async def pour(request: ServerRequest, responder: ServerResponder) -> None:
@@ -106,8 +97,8 @@ async def test_backpressure_stalled_streams_hold_one_window_each_and_stall_no_ot
                 size += len(await stream.read())
             return size
 
-    transport = Http2Transport(config=config)
-    async with serving(pour, fast=not isinstance(config, PlainConfig)) as served, client(transport) as http:
+    transport = Http2Transport()
+    async with serving(pour) as served, client(transport) as http:
         async with asyncio.TaskGroup() as group:
             opening = [
                 group.create_task(
@@ -171,12 +162,12 @@ async def leave(http: httpx.AsyncClient, url: str, rng: random.Random) -> None:
     await asyncio.wait([call])
 
 
-async def test_a_thousand_random_ends_of_streams_leak_nothing(config: ConnectionConfig) -> None:
+async def test_a_thousand_random_ends_of_streams_leak_nothing() -> None:
     """Calls end before headers, during the stream, during the upload, or well."""
     rng = random.Random(7)
     moody = Moody()
-    transport = Http2Transport(config=config, connections_max=1)
-    async with serving(moody, fast=not isinstance(config, PlainConfig)) as served, client(transport) as http:
+    transport = Http2Transport(connections_max=1)
+    async with serving(moody) as served, client(transport) as http:
         for _ in range(10):
             await asyncio.gather(*(leave(http, served.url, rng) for _ in range(100)))
         (near,), (far,) = endpoints(transport), served.server.endpoints

@@ -10,14 +10,13 @@ import pytest
 from shared.http2.connection_errors import ErrorCode, StreamReset
 from shared.http2.stream import Stream
 from tests.shared.http2.pair import Pair
-from tests.shared.http2.plainpath import config_of
 
 TURNS = 3
 
 
-@pytest.fixture(params=[False, True], ids=["plain", "fast"])
-def pair(request: pytest.FixtureRequest) -> Pair:
-    return Pair(config_of(fast=request.param))
+@pytest.fixture
+def pair() -> Pair:
+    return Pair()
 
 
 class Reader:

@@ -15,18 +15,12 @@ from shared.http2.connection_errors import ProtocolViolation
 from shared.http2.stream import Report
 from tests.shared.http2.loopback import PATIENCE_S, Silent, hello, serving, until
 from tests.shared.http2.pair import REQUEST, Pair
-from tests.shared.http2.plainpath import config_of
-
-both_paths = pytest.mark.parametrize("fast", [True, False], ids=["fast", "plain"])
 
 
-@both_paths
-async def test_a_pushed_load_reaches_the_client_with_its_origin(fast: bool) -> None:
+async def test_a_pushed_load_reaches_the_client_with_its_origin() -> None:
     told: list[tuple[Origin, bytes]] = []
-    async with serving(hello, fast=fast) as served:
-        transport = Http2Transport(
-            config=config_of(fast=fast), on_load=lambda origin, payload: told.append((origin, payload))
-        )
+    async with serving(hello) as served:
+        transport = Http2Transport(on_load=lambda origin, payload: told.append((origin, payload)))
         answer = await transport.exchange("GET", served.url + "/", [], b"")
         assert await answer.read() is not None
         served.server.push_load(b"busy")

@@ -15,9 +15,6 @@ from shared.http2.phase import ConnectionPhase
 from shared.http2.stream import Report
 from tests.shared.http2.loopback import EVENTS, PATIENCE_S, Silent, endpoints, serving, until
 from tests.shared.http2.pair import REQUEST, RESPONSE, Pair
-from tests.shared.http2.plainpath import config_of
-
-both_paths = pytest.mark.parametrize("fast", [True, False], ids=["fast", "plain"])
 
 
 class Counting:
@@ -41,10 +38,9 @@ class Counting:
             responder.report(b"wrote %d" % written)
 
 
-@both_paths
-async def test_the_report_of_a_stream_that_the_client_reset(fast: bool) -> None:
-    async with serving(Counting(), fast=fast) as served:
-        transport = Http2Transport(config=config_of(fast=fast))
+async def test_the_report_of_a_stream_that_the_client_reset() -> None:
+    async with serving(Counting()) as served:
+        transport = Http2Transport()
         report = Report()
         answer = await transport.exchange("GET", served.url + "/endless", [], b"", report=report)
         await answer.read()
@@ -56,12 +52,11 @@ async def test_the_report_of_a_stream_that_the_client_reset(fast: bool) -> None:
         await transport.aclose()
 
 
-@both_paths
-async def test_the_report_of_a_call_that_was_cancelled_before_its_headers(fast: bool) -> None:
+async def test_the_report_of_a_call_that_was_cancelled_before_its_headers() -> None:
     handler = Counting()
     handler.silent.start = False
-    async with serving(handler, fast=fast) as served:
-        transport, report = Http2Transport(config=config_of(fast=fast)), Report()
+    async with serving(handler) as served:
+        transport, report = Http2Transport(), Report()
         call = asyncio.create_task(transport.exchange("GET", served.url + "/silent", [], b"", report=report))
         await until(lambda: handler.silent.running == 1)
         call.cancel()
@@ -94,9 +89,8 @@ async def test_the_report_of_a_stream_that_the_server_reset() -> None:
         await transport.aclose()
 
 
-@both_paths
-def test_a_report_crosses_the_reset_of_a_stream_that_has_just_ended(fast: bool) -> None:
-    pair = Pair(config_of(fast=fast), config_of(fast=fast))
+def test_a_report_crosses_the_reset_of_a_stream_that_has_just_ended() -> None:
+    pair = Pair()
     stream = pair.client.connection.open(REQUEST, end=True)
     stream.report = report = Report()
     pair.settle()

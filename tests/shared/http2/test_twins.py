@@ -14,13 +14,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shared.http2 import connection as connections
 from shared.http2 import frames, limits
 from shared.http2.connection import Connection
+from shared.http2.connection_config import ConnectionConfig
 from shared.http2.connection_errors import ErrorCode, ProtocolViolation
 from shared.http2.headers import HeaderList, LiteralEncoder
 from shared.http2.stream import Stream
 from tests.shared.http2.pair import REQUEST, RESPONSE, End
-from tests.shared.http2.plainpath import config_of
+from tests.shared.http2.plainpath import PlainConfig, path_of
 
 Step = tuple[Any, ...]
 """What it is, and what that needs: `head`, `data` and `frame` come from the peer, a `call` is ours."""
@@ -104,6 +106,12 @@ calls = st.tuples(
 scripts = st.lists(st.one_of(heads, heads, data, others, sizes, calls, calls), max_size=25)
 
 
+@pytest.fixture(autouse=True)
+def paths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streams go beside `h2` or through it, as a connection's configuration says."""
+    monkeypatch.setattr(connections, "FastPath", path_of)
+
+
 class Encoders:
     """One step to the bytes of its frames. Made once, for both twins: the compression table is one."""
 
@@ -141,8 +149,8 @@ class Twin:
     """One end, and all that can be told of it from outside."""
 
     def __init__(self, *, client: bool, fast: bool) -> None:
-        config = config_of(
-            fast=fast, stream_window_len=WINDOW_LEN, connection_window_len=limits.INITIAL_WINDOW_LEN
+        config = (ConnectionConfig if fast else PlainConfig)(
+            stream_window_len=WINDOW_LEN, connection_window_len=limits.INITIAL_WINDOW_LEN
         )
         self.end = End(client=client, config=config)
         self.connection = self.end.connection

@@ -257,7 +257,7 @@ def test_no_launch_with_states_waits(hybrid: Path, way: str, monkeypatch: pytest
     seated = [SlotAssignment.of(slot, [slot, 5, 6], 3, GREEDY) for slot in range(2)]
     slots, grown, wants = [0, 1], [(0, [0]), (1, [1])], [Want.SAMPLE] * 2
     plans = [Plan(0, [], seated, grown, slots, [0, 0], [3, 3], wants)]
-    plans.append(Plan(1, [], [], [], slots, [3, 3], [1, 1], wants, saved=[(0, 2), (1, 3)]))
+    plans.append(Plan(1, [], [], [], slots, [3, 3], [1, 1], wants, saved=[(0, 2, 0), (1, 3, 0)]))
     seated = [SlotAssignment.of(slot, [slot, 5, 6, 7], 4, GREEDY) for slot in range(2)]
     own = slots, [3, 3], [1, 1], wants
     plans += [Plan(step, slots, seated, grown, *own, restored=[(2, 0), (3, 1)]) for step in (2, 3)]

@@ -37,10 +37,13 @@ from engine.runtime.parallel.wire import Landed, RankDone
 from engine.runtime.setup.model_errors import BadRunnerConfig, RankLost
 from engine.runtime.setup.runner_config import RunnerConfig
 from engine.runtime.step.kv_cache import KVGeometry
+from engine.runtime.step.states import StateGeometry
 from shared.process.setting_values import ConfigError
+from tests import effort
 from tests.effort import some
 from tests.engine.core.harness import COPIES_ARE_CHEAP, knowing
 from tests.engine.models import VOCAB_SIZE
+from tests.engine.runtime.config_oracle import Weights
 from tests.engine.runtime.conftest import MakeModel, load
 from tests.engine.runtime.test_with_scheduler import all_said, serve, serve_overlapped
 from tests.services import ROOT
@@ -59,6 +62,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen2": {"num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 128, "vocab_size": 321},
     "qwen3": {},  # QK norm
 }
+BY_NATIVE_KERNELS = ("qwen2", "llama")
+LAYERS = ["linear_attention", "full_attention"] * 2
 WITH_HOST_TIER = "qwen2"
 """The one whose evicted pages go to host memory, a part of each to each rank's, and come back from there."""
 COMPANY: tuple[dict[str, Any], ...] = (
@@ -99,14 +104,16 @@ def two_ranks(path: Path, reasons: list[str] | None = None, **settings: Any) -> 
 def small(path: Path, size: int) -> dict[str, Any]:
     """Settings of a pool that is too small for all who come, with as many pages whatever the ranks."""
     own = Shard(0, size).of(read_model_config(path))
-    page_bytes = KVGeometry(len(own.layers), own.kv_heads, PAGE_SIZE, own.head_dim, torch.float32).page_bytes
+    layers = len(own.attentions)
+    page_bytes = KVGeometry(layers, own.kv_heads, PAGE_SIZE, own.head_dim, torch.float32).page_bytes
+    slots, state_bytes = 5, StateGeometry.of(own, torch.float32).slot_bytes
     return {
         "dtype": "float32",
         "page_size": PAGE_SIZE,
-        "max_num_seqs": 5,
+        "max_num_seqs": slots,
         "max_step_tokens": 24,
         "threads": 1,
-        "kv_cache_memory": PAGES * page_bytes,
+        "kv_cache_memory": 2 * slots * state_bytes + PAGES * page_bytes,
     }
 
 
@@ -135,9 +142,10 @@ def said(runner: Runner) -> tuple[dict[int, list[int]], dict[int, list[float]], 
 @pytest.mark.parametrize("family", some(["qwen2", "mistral", "llama", "qwen3"], usual=2))
 def test_two_ranks_say_what_one_says(tiny_model: MakeModel, family: str) -> None:
     path = tiny_model(family, **MODELS[family])
-    tokens, logprobs, _ = said(load(path, kernels="torch", **small(path, 1)))
+    kernels = "native" if family in BY_NATIVE_KERNELS else "torch"
+    tokens, logprobs, _ = said(load(path, kernels=kernels, **small(path, 1)))
     has_tier = family == WITH_HOST_TIER
-    with two_ranks(path, swap_memory=has_tier << 20) as runner:
+    with two_ranks(path, swap_memory=has_tier << 20, kernels=kernels) as runner:
         found_tokens, found_logprobs, stats = said(runner)
     assert found_tokens == tokens
     assert {ended[-1] for ended in tokens.values()} == {FinishReason.LENGTH, FinishReason.STOP}
@@ -147,6 +155,24 @@ def test_two_ranks_say_what_one_says(tiny_model: MakeModel, family: str) -> None
     assert stats.preemptions > 0
     assert stats.prefix_hit_tokens > 0
     assert (stats.prefix_host_tokens > 0) == has_tier
+    assert stats.pages_owned == 0
+
+
+@pytest.mark.parametrize("kernels", effort.some(["native", "torch"], usual=1))
+def test_two_ranks_with_states_say_what_one_says(tmp_path: Path, kernels: str) -> None:
+    """Delta nets by their heads; snapshots are found, and states lost, on both ranks alike."""
+    weights = Weights("qwen3_5_text", intermediate=96, layers=4, heads=4, kv_heads=2, vocab=VOCAB_SIZE)
+    path = weights.saved(tmp_path, max_position_embeddings=128, layer_types=LAYERS)
+    alone = load(path, kernels=kernels, **small(path, 1))
+    tokens, logprobs, expected = said(alone)
+    with two_ranks(path, kernels=kernels) as runner:
+        assert runner.info.state_bytes == alone.info.state_bytes
+        found_tokens, found_logprobs, stats = said(runner)
+    assert found_tokens == tokens
+    for handle, values in logprobs.items():
+        assert found_logprobs[handle] == pytest.approx(values, abs=TOLERANCE)
+    assert stats.preemptions == expected.preemptions > 0
+    assert stats.prefix_hit_tokens == expected.prefix_hit_tokens > 0
     assert stats.pages_owned == 0
 
 
@@ -175,12 +201,19 @@ def test_a_step_without_the_other_rank(tiny_model: MakeModel) -> None:
             runner.run(plan(1))
 
 
+@pytest.mark.parametrize("settings", [{"kernels": "native"}, {"weights": "int8"}])
+def test_what_the_native_kernels_do_not_split_is_refused_where_they_are_asked_for(
+    tiny_model: MakeModel, settings: dict[str, Any]
+) -> None:
+    path = tiny_model("qwen3", intermediate_size=144)
+    with pytest.raises((BadRunnerConfig, RankLost), match="intermediate_size 72 cannot be divided by 16"):
+        lead(RunnerConfig(str(path), tensor_parallel_size=2, **settings), lambda stage: None, lambda _: None)
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
         ({"tensor_parallel_size": 3}, "--tensor-parallel-size 3 does not divide num_attention_heads"),
-        ({"tensor_parallel_size": 2, "kernels": "native"}, "kernels=native needs the native kernels"),
-        ({"tensor_parallel_size": 2, "weights": "int8"}, "weights=int8 needs the native kernels"),
     ],
 )
 def test_what_cannot_be_split_is_refused(tiny_model: MakeModel, settings: dict[str, Any], words: str) -> None:

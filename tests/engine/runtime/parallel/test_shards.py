@@ -306,6 +306,18 @@ def test_sums_and_rows_put_together(tmp_path: Path) -> None:
         assert summed.tolist() == [[10, 12, 14], [16, 18, 20]]
 
 
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_the_bits_of_a_sum_do_not_depend_on_its_place(tmp_path: Path, size: int) -> None:
+    rows = torch.randn(size, 300, generator=torch.Generator().manual_seed(1))
+
+    def work(ranks: Collective) -> tuple[Tensor, Tensor]:
+        own = rows[ranks.shard.rank]
+        return ranks.all_reduce_(own.clone()[None]), ranks.all_reduce_(own.repeat(64, 1))
+
+    for alone, many in together(size, tmp_path / "store", work):
+        assert torch.equal(many, alone.expand(64, -1))
+
+
 def test_alone_costs_nothing() -> None:
     x = torch.ones(2, 3)
     assert ALONE.all_reduce_(x) is x

@@ -1,0 +1,43 @@
+"""Embeddings' answers: a vector for each input, as numbers or in base64."""
+
+from __future__ import annotations
+
+import base64
+import struct
+from collections.abc import Iterator, Sequence
+
+from engine.api.answer.encoder import Answered, Heading, Vocabulary, cut, encode
+from engine.api.answer.outputs import Delta
+from shared.apis.embeddings import Embedding, Embeddings, EmbeddingsUsage
+from shared.apis.generation import Usage
+
+
+class EmbeddingsEncoder:
+    def __init__(self, heading: Heading, vocabulary: Vocabulary, answered: Answered) -> None:
+        self._model = heading.model
+        self._outputs = answered.scored
+        self._in_base64 = answered.in_base64
+
+    def opening(self, usage: Usage) -> bytes:
+        raise AssertionError("they are not streamed")
+
+    def events(self, delta: Delta) -> Iterator[bytes]:
+        raise AssertionError("they are not streamed")
+
+    def ending(self, usage: Usage) -> bytes:
+        raise AssertionError("they are not streamed")
+
+    def whole(self, deltas: Sequence[Delta], usage: Usage) -> Iterator[bytes]:
+        told = Embeddings([], self._model, EmbeddingsUsage(usage.prompt_tokens, usage.total_tokens))
+        head, tail = cut(encode(told), b'"data":[')
+        yield head
+        for number, delta in enumerate(deltas):
+            if number:
+                yield b","
+            yield encode(Embedding(delta.index, self._told(self._outputs[delta.index].vector)))
+        yield tail
+
+    def _told(self, vector: bytes) -> list[float] | str:
+        if self._in_base64:
+            return base64.b64encode(vector).decode()
+        return list(struct.unpack(f"<{len(vector) // 4}f", vector))
