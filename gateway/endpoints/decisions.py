@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Raw
 
 from gateway.endpoints.endpoint import Endpoint
-from shared.apis.decisions import Decision, DecisionPart, DecisionsRequest, Input, Questions
+from shared.apis.decisions import DecisionPart, DecisionsAnswer, DecisionsRequest, Input, Questions
 from shared.apis.validation import surplus_fields
 
 _decode_input: Final = msgspec.json.Decoder(Input).decode
@@ -46,7 +46,7 @@ def _shaped(
 
 DECISIONS: Final = Endpoint(
     shape=DecisionsRequest,
-    answer=Decision,
+    answer=DecisionsAnswer,
     summary="Decide questions about an input.",
     passes=frozenset(
         {

@@ -322,7 +322,7 @@ class DecisionUsage(Struct):
     output_tokens_details: DecisionOutputDetails = DecisionOutputDetails()
 
 
-class Decision(Unshown):
+class DecisionsAnswer(Unshown):
     answers: list[PredicateAnswer | ChoiceAnswer | ScoreAnswer]
     """In the order of the questions."""
     model: str

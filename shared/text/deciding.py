@@ -34,10 +34,9 @@ from typing import Any, Final
 
 from msgspec import Struct
 
+from shared.apis.decisions import CHOICES_MAX
 from shared.apis.prompt import AskedQuestion, QuestionKind
 
-CHOICES_MAX: Final = 255
-"""The most choices of a question, as OpenAI has it."""
 MARK: Final = "PENSTOCK-QUESTION"
 """Stands in a rendered chat where the question goes."""
 THINKS_NOT: Final[Mapping[str, Any]] = {"enable_thinking": False, "thinking": False}

@@ -15,8 +15,8 @@ from shared.apis.decisions import (
     ChoiceAnswer,
     ChoiceProbability,
     ChoiceQuestion,
-    Decision,
     DecisionInputDetails,
+    DecisionsAnswer,
     DecisionsRequest,
     DecisionUsage,
     Predicate,
@@ -77,7 +77,7 @@ class DecisionsEncoder(Unstreamed):
     def whole(self, deltas: Sequence[Delta], usage: Usage) -> Iterator[bytes]:
         tokens, cached = usage.prompt_tokens, usage.prompt_tokens_details.cached_tokens
         told = DecisionUsage(tokens, DecisionInputDetails(cached), tokens)
-        head, tail = cut(encode(Decision([], self._model, told)), b'"answers":[')
+        head, tail = cut(encode(DecisionsAnswer([], self._model, told)), b'"answers":[')
         yield head
         for number, (question, output) in enumerate(zip(self._questions, self._outputs, strict=True)):
             if number:

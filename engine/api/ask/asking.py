@@ -224,9 +224,7 @@ async def ask(
         prompts, packed = await _prompt_ids(state, tenant, model, request, prompt, limits)
         stops = stop_ids(request, model.eos_ids, model.special_ids)
         if isinstance(prompt, BranchedPrompt):
-            shared, *prompts = prompts
-            choices = plan_scores(prompt, len(shared), prompts, limits)
-            branches = branches_of(choices, packed, scored_tokens(model.tokenizer, prompt))
+            choices, branches = _branches(model, prompt, prompts, packed, limits)
         else:
             choices, branches = _choices(request, prompts, limits, stops, model), None
         echoes = await _echoes(state, tenant, model, request, prompt, prompts)
@@ -234,7 +232,6 @@ async def ask(
     form = await state.forms.of(model, exchange, parsed, prompt, prompts[0])
     api = ANSWERS[type(request)]
     repeated = None if api.repeats is None else api.repeats(request, parsed.fields)
-    repeated_len = 0 if repeated is None else repeated.held_len
     return CheckedRequest(
         api=api,
         model=request.model,
@@ -259,11 +256,21 @@ async def ask(
         repeated=repeated,
         in_base64=isinstance(request, EmbeddingsRequest) and request.encoding_format == "base64",
         prediction=prediction,
-        answer_len=_held_len(request, choices, branches)
-        + form.held_len
-        + repeated_len
-        + len(prediction or b""),
+        answer_len=_held_len(request, choices, branches, repeated) + form.held_len + len(prediction or b""),
     )
+
+
+def _branches(
+    model: ServedModel,
+    prompt: BranchedPrompt,
+    pieces: list[list[int]],
+    packed: list[bytes],
+    limits: Limits,
+) -> tuple[list[Choice], Branches]:
+    """The sequences of a request whose prompts begin alike. Raises what `plan_scores` does."""
+    shared, *own = pieces
+    choices = plan_scores(prompt, len(shared), own, limits)
+    return choices, branches_of(choices, packed, scored_tokens(model.tokenizer, prompt))
 
 
 def _choices(
@@ -280,10 +287,17 @@ def _choices(
     return plan_choices(request, prompts, limits, stops, model.sampling)
 
 
-def _held_len(request: GenerationRequest, choices: Sequence[Choice], branches: Branches | None) -> int:
+def _held_len(
+    request: GenerationRequest,
+    choices: Sequence[Choice],
+    branches: Branches | None,
+    repeated: Repeated | None,
+) -> int:
+    """The bytes that an answer holds, but for its form's."""
+    repeated_len = 0 if repeated is None else repeated.held_len
     if branches is not None:
-        return scores_len(branches.prompts)
-    return answer_len(request, choices) if request.answers else vectors_len(choices)
+        return repeated_len + scores_len(branches.prompts)
+    return repeated_len + (answer_len(request, choices) if request.answers else vectors_len(choices))
 
 
 async def _prompt_ids(

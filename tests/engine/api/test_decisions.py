@@ -116,7 +116,7 @@ async def test_the_sdk(served: Served) -> None:
     answer = await served.sdk.decisions.create(
         model=MODEL,
         input=[{"role": "user", "content": [{"type": "input_text", "text": "a fox"}]}],
-        questions=[PREDICATE, CHOICE, SCORE],  # type: ignore[list-item]
+        questions=[PREDICATE, CHOICE, SCORE],
         prompt_cache_key="key",
         prompt_cache_options={"mode": "implicit", "ttl": "30m"},
         safety_identifier="user",

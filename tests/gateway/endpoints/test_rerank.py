@@ -91,7 +91,7 @@ async def test_an_engine_of_ours_is_sent_what_was_counted(open_house: Open, path
 
 async def test_another_make_is_sent_its_own_fields_alone(open_house: Open) -> None:
     house = await theirs(open_house, tenant={"limits": {"tokens_per_min": 100_000}})
-    fields = {"top_n": 1, "truncate_prompt_tokens": -1, "user": "u", "instruction": "x"}
+    fields: dict[str, Any] = {"top_n": 1, "truncate_prompt_tokens": -1, "user": "u", "instruction": "x"}
     async with ask(house, **fields, temperature=0.5, max_tokens=5, priority=-5, made_up=1) as answer:
         assert answer.status == 200
         left_out = set(answer.headers["x-penstock-ignored-fields"].split(", "))
