@@ -223,10 +223,7 @@ async def ask(
         prompt = request.prompt_form
         prompts, packed = await _prompt_ids(state, tenant, model, request, prompt, limits)
         stops = stop_ids(request, model.eos_ids, model.special_ids)
-        if isinstance(prompt, BranchedPrompt):
-            choices, branches = _branches(model, prompt, prompts, packed, limits)
-        else:
-            choices, branches = _choices(request, prompts, limits, stops, model), None
+        choices, branches = _planned(model, request, prompt, prompts, packed, limits, stops)
         echoes = await _echoes(state, tenant, model, request, prompt, prompts)
         prediction = await _prediction(state, tenant, model, request, limits)
     form = await state.forms.of(model, exchange, parsed, prompt, prompts[0])
@@ -260,31 +257,25 @@ async def ask(
     )
 
 
-def _branches(
+def _planned(
     model: ServedModel,
-    prompt: BranchedPrompt,
+    request: GenerationRequest,
+    prompt: PromptForm,
     pieces: list[list[int]],
     packed: list[bytes],
     limits: Limits,
-) -> tuple[list[Choice], Branches]:
-    """The sequences of a request whose prompts begin alike. Raises what `plan_scores` does."""
-    shared, *own = pieces
-    choices = plan_scores(prompt, len(shared), own, limits)
-    return choices, branches_of(choices, packed, scored_tokens(model.tokenizer, prompt))
-
-
-def _choices(
-    request: GenerationRequest,
-    prompts: list[list[int]],
-    limits: Limits,
     stops: frozenset[int],
-    model: ServedModel,
-) -> list[Choice]:
-    """The sequences of a request. Raises what `plan_choices` does."""
+) -> tuple[list[Choice], Branches | None]:
+    """The sequences of a request; where its prompts begin alike, these too. Raises what `plan_choices`,
+    `plan_scores` and `plan_vectors` do."""
+    if isinstance(prompt, BranchedPrompt):
+        shared, *own = pieces
+        choices = plan_scores(prompt, len(shared), own, limits)
+        return choices, branches_of(choices, packed, scored_tokens(model.tokenizer, prompt))
     if isinstance(request, EmbeddingsRequest):
         assert model.embedder is not None
-        return plan_vectors(request, prompts, limits, model.embedder)
-    return plan_choices(request, prompts, limits, stops, model.sampling)
+        return plan_vectors(request, pieces, limits, model.embedder), None
+    return plan_choices(request, pieces, limits, stops, model.sampling), None
 
 
 def _held_len(

@@ -134,19 +134,14 @@ def load_model(
     defaults_given = msgspec.json.decode(template_defaults or "{}", type=dict[str, Any])
     ranks_as = _reranker(directory, reranker, files)
     tokenizer = Tokenizer(TokenizerBundle.of(files, template_arguments, defaults_given, ranks_as))
-    _tell_of_reasoning(tokenizer.bundle)
     try:
         tokenizer.probe()
         _warm_up(tokenizer)
     except TokenizerFailed as error:
         raise UnusableModel(f"the tokenizer of {directory} cannot be used: {error.detail}") from error
     defaults = read_generation_defaults(directory, tokenizer.vocab_size)
-    for file, unread in ((TOKENIZER_CONFIG, files.unread), (GENERATION_CONFIG, defaults.unread)):
-        if unread:
-            log.warning("engine.keys_ignored", file=file, names=unread)
     eos_ids = _all_ends(defaults, tokenizer)
-    if not eos_ids:
-        log.warning("engine.no_end_token", reason="no file of the model names one: answers end by max_tokens")
+    _tell_of_files(files, defaults, eos_ids, tokenizer.bundle)
     model = ServedModel(
         name=name,
         created=created,
@@ -166,6 +161,18 @@ def load_model(
     model = replace(model, decides=model.capabilities.generation and _decides(model))
     may_follow = eos_ids and model.capabilities.generation
     return replace(model, vocabulary=_vocabulary(model.tokens)) if may_follow else model
+
+
+def _tell_of_files(
+    files: TokenizerFiles, defaults: GenerationDefaults, eos_ids: frozenset[int], bundle: TokenizerBundle
+) -> None:
+    """Log what is not read in the model's files, and what they lack."""
+    _tell_of_reasoning(bundle)
+    for file, unread in ((TOKENIZER_CONFIG, files.unread), (GENERATION_CONFIG, defaults.unread)):
+        if unread:
+            log.warning("engine.keys_ignored", file=file, names=unread)
+    if not eos_ids:
+        log.warning("engine.no_end_token", reason="no file of the model names one: answers end by max_tokens")
 
 
 def _embedder(directory: Path, setting: EmbeddingsSetting, cuts: str | None) -> Embedder | None:

@@ -102,6 +102,12 @@ class Generation:
     """True once the events of a stream were written that come before any of its answer."""
     _is_silent = True
     """True if no event was written since the keep-alives' timer went off last."""
+    _predicts: bool
+    """True if the caller predicts its answers."""
+    _shared_len: int
+    """The tokens with which all prompts begin, where that is known."""
+    _parts: Parts | None
+    """What sends the prompts, where they begin alike."""
     _beats: Timer | None = None
     """That timer. None where the stream has none."""
 
@@ -121,15 +127,11 @@ class Generation:
         self._streams = asked.streams
         self._api = asked.api
         self._is_open = not asked.api.opens_early
-        self._n = asked.n
-        self._share = asked.share
+        self._n, self._share = asked.n, asked.share
         self._prompts, self._sampling = asked.prompts, asked.choices[0].sampling
         self._shared_len = 0 if asked.branches is None else asked.branches.shared_len
-        """The tokens with which all prompts begin, where that is known."""
         self._grammar, self._grammar_kind = asked.form.grammar, asked.form.kind
-        self._prediction = asked.prediction
-        self._predicts = asked.prediction is not None
-        """True if the caller predicts its answers."""
+        self._prediction, self._predicts = asked.prediction or b"", asked.prediction is not None
         reading = asked.form.reading
         self._reads = reading is not None
         """True if its answers have parts of several kinds."""
@@ -141,23 +143,18 @@ class Generation:
         """The choice whose first token has a deadline, that of the request: of those with the shortest prompt
         the first one, which begins before the others, as things stand."""
         self._tokens_max = [choice.sampling.max_tokens for choice in asked.choices]
-        room = None
-        if asked.keeps_text:
-            copies = STREAM_COPIES if asked.streams else 1
-            room = TextRoom(holding, asked.answer_len, text_len(asked.choices), copies)
         self._output = RequestOutput(
             len(asked.choices),
             whole=not asked.streams,
             tells_begin=asked.streams and asked.api.opens_early,
             on_end=self._on_end,
-            room=room,
+            room=_text_room(asked, holding) if asked.keeps_text else None,
         )
         self._stops = StopStrings(asked.stop_strings) if asked.stop_strings else None
         self._no_text = Detokenizer(model.tokenizer.decode_stream([]))
         """That of sequences of which nothing is sampled, however many."""
         self._outputs = [self._choice_output(asked, model, index) for index in range(len(asked.choices))]
         self._parts = None if asked.branches is None else self._parts_of(asked.branches, asked.share)
-        """What sends the prompts, where they begin alike."""
         self._encoder = self._make_encoder(asked, model)
         if asked.api.failing is not None:
             exchange.failing = asked.api.failing(self._encoder)
@@ -187,7 +184,7 @@ class Generation:
             return
         prompts, self._prompts = self._prompts, []
         grammar, self._grammar = self._grammar, ""
-        prediction, self._prediction = self._prediction or b"", None
+        prediction, self._prediction = self._prediction, b""
         asked = self._exchange.request_id, prompts, self._sampling, self._outputs, self._share
         self._handles = self._state.core.submit(*asked, first_token_s, self._bearer, grammar, prediction)
 
@@ -565,3 +562,9 @@ class Generation:
 
 _STAGES = ("queue", "prefill", "preempted", "decode", "stalled")
 """The stages of a sequence, in order. A request is in the stage of its sequence that is furthest behind."""
+
+
+def _text_room(asked: CheckedRequest, holding: Holding) -> TextRoom:
+    """What an answer's text may take of `holding`."""
+    copies = STREAM_COPIES if asked.streams else 1
+    return TextRoom(holding, asked.answer_len, text_len(asked.choices), copies)
