@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import Final
 
 from shared.apis.holding import TOKENS_MAX
-from shared.apis.prompt import CUT_TO_ROOM, ChatPrompt, PromptForm, TextPrompt
+from shared.apis.prompt import CUT_TO_ROOM, ChatPrompt, TextPrompt
 from shared.fairness.fair_threads import Slices
 from shared.text.fill import no_fill
 from shared.text.known_pieces import TenantPieces
@@ -34,7 +34,10 @@ CharSpan = tuple[int, int]
 
 
 def prompt_slices(
-    tokenizer: Tokenizer, given: PromptForm, room: Room | None, known: TenantPieces | None = None
+    tokenizer: Tokenizer,
+    given: ChatPrompt | TextPrompt,
+    room: Room | None,
+    known: TenantPieces | None = None,
 ) -> Slices[list[list[int]]]:
     """The ids of a request's prompts, in slices. No prompt may have more tokens than there is room for.
     `known`: the pieces of its tenant, by which a chat is encoded that goes on.
