@@ -158,8 +158,8 @@ class Drafting:
         lengths = lengths_that_pay(
             offers, rows, step_s, self.spare_s(by_slot, step_s, beside_prompts=False), spare
         )
-        longer_s = self.host_s + sum(map(mul, drafts_s, lengths))
-        gained: float = sum(
+        longer_s: float = self.host_s + sum(map(mul, drafts_s, lengths))
+        gained = sum(
             any_right * tokens_of(chance, length)
             for (_, chance, _, any_right), length in zip(drafts, lengths, strict=True)
         )
