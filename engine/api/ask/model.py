@@ -125,13 +125,7 @@ def load_model(
     _check_files(directory)
     files = read_files(directory)
     defaults_given = msgspec.json.decode(template_defaults or "{}", type=dict[str, Any])
-    tokenizer = Tokenizer(TokenizerBundle.of(files, template_arguments, defaults_given))
-    _tell_of_reasoning(tokenizer.bundle)
-    try:
-        tokenizer.probe()
-        _warm_up(tokenizer)
-    except TokenizerFailed as error:
-        raise UnusableModel(f"the tokenizer of {directory} cannot be used: {error.detail}") from error
+    tokenizer = _probed(directory, TokenizerBundle.of(files, template_arguments, defaults_given))
     defaults = read_generation_defaults(directory, tokenizer.vocab_size)
     for file, unread in ((TOKENIZER_CONFIG, files.unread), (GENERATION_CONFIG, defaults.unread)):
         if unread:
@@ -157,6 +151,18 @@ def load_model(
     )
     may_follow = eos_ids and model.capabilities.generation
     return replace(model, vocabulary=_vocabulary(model.tokens)) if may_follow else model
+
+
+def _probed(directory: Path, bundle: TokenizerBundle) -> Tokenizer:
+    """The tokenizer, which has been used. Raises UnusableTokenizer and UnusableModel."""
+    tokenizer = Tokenizer(bundle)
+    _tell_of_reasoning(tokenizer.bundle)
+    try:
+        tokenizer.probe()
+        _warm_up(tokenizer)
+    except TokenizerFailed as error:
+        raise UnusableModel(f"the tokenizer of {directory} cannot be used: {error.detail}") from error
+    return tokenizer
 
 
 def _embedder(directory: Path, setting: EmbeddingsSetting, cuts: str | None) -> Embedder | None:

@@ -135,17 +135,7 @@ class Generation:
         """The choice whose first token has a deadline, that of the request: of those with the shortest prompt
         the first one, which begins before the others, as things stand."""
         self._tokens_max = [choice.sampling.max_tokens for choice in asked.choices]
-        room = None
-        if asked.keeps_text:
-            copies = STREAM_COPIES if asked.streams else 1
-            room = TextRoom(holding, asked.answer_len, text_len(asked.choices), copies)
-        self._output = RequestOutput(
-            len(asked.choices),
-            whole=not asked.streams,
-            tells_begin=asked.streams and asked.api.opens_early,
-            on_end=self._on_end,
-            room=room,
-        )
+        self._output = self._request_output(asked, holding)
         self._stops = StopStrings(asked.stop_strings) if asked.stop_strings else None
         self._no_text = Detokenizer(model.tokenizer.decode_stream([]))
         """That of sequences of which nothing is sampled, however many."""
@@ -477,6 +467,19 @@ class Generation:
         return CompletionTokensDetails(tally.reasoning_tokens) if self._reasons else UNSET
 
     # -- making -----------------------------------------------------------------------------------
+
+    def _request_output(self, asked: CheckedRequest, holding: Holding) -> RequestOutput:
+        room = None
+        if asked.keeps_text:
+            copies = STREAM_COPIES if asked.streams else 1
+            room = TextRoom(holding, asked.answer_len, text_len(asked.choices), copies)
+        return RequestOutput(
+            len(asked.choices),
+            whole=not asked.streams,
+            tells_begin=asked.streams and asked.api.opens_early,
+            on_end=self._on_end,
+            room=room,
+        )
 
     def _choice_output(self, asked: CheckedRequest, model: ServedModel, index: int) -> ChoiceOutput:
         choice, core = asked.choices[index], self._state.core
