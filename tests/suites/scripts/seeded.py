@@ -1,8 +1,8 @@
 """A plugin of pytest for the tests of OpenAI's SDK that ask for a response of no model, as mocks answer: they
 ask `penstock-demo` instead, for a short one. Those that ask for a response by an id which mocks know ask for
-one that is made for them. Those of embeddings ask for numbers, as mocks answer: the SDK itself asks for
-base64,
-and a client that validates strictly then refuses what it asked for."""
+one that is made for them.
+Those of embeddings ask for numbers, as mocks answer: the SDK itself asks for base64, and a client that
+validates strictly then refuses what it asked for."""
 
 import functools
 
