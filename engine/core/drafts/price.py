@@ -11,15 +11,17 @@ what they bring: as each row's bring less and less, the result has the most toke
 It is never less than without drafts, as far as p and the cost are right: a large batch, in which a row costs
 about what it brings, has few drafts, or none.
 
-The chance is estimated from what came of a sequence's drafts before (`Acceptance`), apart for matches of
-different lengths, since what follows a long one is right more often. An estimate begins as `PRIORS` say, with
-the weight of `PRIOR_DRAFTS`, and forgets: the last fifty steps with drafts decide. One so low that no draft
-pays would never be told better. So after `PROBE_AFTER` offers of which none was taken a single draft is
-tried, whatever it costs, and if that is wrong the next one after `PROBE_MORE` times as many."""
+What a grammar forces is doubted less, or not at all (`Why`). The chance of any other is estimated from what
+came of a sequence's drafts before (`Acceptance`), apart for matches of different lengths, since what follows
+a long one is right more often. An estimate begins as `PRIORS` say, with the weight of `PRIOR_DRAFTS`, and
+forgets: the last fifty steps with drafts decide. One so low that no draft pays would never be told better. So
+after `PROBE_AFTER` offers of which none was taken a single draft is tried, whatever it costs, and if that is
+wrong the next one after `PROBE_MORE` times as many."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import IntEnum
 from heapq import heapify, heapreplace
 from typing import Final, NamedTuple
 
@@ -36,6 +38,17 @@ FORGETTING: Final = 0.98
 PROBE_AFTER: Final = 4
 PROBE_MORE: Final = 8
 CHANCE_MAX: Final = 0.98
+
+
+class Why(IntEnum):
+    """Why a token is drafted for a sequence that follows a grammar."""
+
+    DRAFTED = 0
+    """It was found likely, and the grammar allows it."""
+    FORCED = 1
+    """The grammar forces its text, which may be written by other tokens, too."""
+    SURE = 2
+    """The grammar allows no other token: it is right if those before it are."""
 
 
 class Acceptance:
@@ -96,6 +109,14 @@ class Offer(NamedTuple):
     """The time that each of them adds to the step."""
     is_probe: bool = False
     """True if the first is to be taken whatever it costs."""
+    chances: Sequence[float] = ()
+    """The chance of each, where they differ."""
+
+    def chance_of(self, at: int) -> float:
+        """The chance that the draft in this place is right if those before it are; 0.0: there is none."""
+        if at >= self.most:
+            return 0.0
+        return self.chances[at] if self.chances else self.chance
 
 
 def tokens_of(chance: float, length: int) -> float:
@@ -110,8 +131,9 @@ def lengths_that_pay(
     them, which may become longer by `spare_s` and by `spare` tokens."""
     taken = [0] * len(offers)
     tokens, until_s = float(rows), step_s + spare_s
-    # The next draft of each row, by what it brings for its time, and its chance to the power of its place.
-    heap = [(-each.chance / each.draft_s, at, each.chance) for at, each in enumerate(offers) if each.most > 0]
+    # The next draft of each row, by what it brings for its time, and the product of the chances up to it.
+    first = [(at, each, each.chance_of(0)) for at, each in enumerate(offers) if each.most > 0]
+    heap = [(-chance / each.draft_s, at, chance) for at, each, chance in first]
     heapify(heap)
     while heap and spare:
         _, at, brings = heap[0]
@@ -121,7 +143,7 @@ def lengths_that_pay(
         taken[at] += 1
         spare -= 1
         tokens, step_s = tokens + brings, step_s + offer.draft_s
-        brings *= offer.chance if taken[at] < offer.most else 0.0
+        brings *= offer.chance_of(taken[at])
         heapreplace(heap, (-brings / offer.draft_s, at, brings))
     for at, offer in enumerate(offers):
         if offer.is_probe and not taken[at] and spare and step_s + offer.draft_s <= until_s:

@@ -33,6 +33,7 @@ Rules
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Sequence_
 from dataclasses import dataclass, field
 from operator import mul
 from typing import Final
@@ -40,7 +41,7 @@ from typing import Final
 from engine.contract.messages import RunnerInfo, agreed
 from engine.core.drafts.drafter import Drafts, NGramDrafts, Proposal
 from engine.core.drafts.prediction import PredictionDrafts
-from engine.core.drafts.price import Offer, lengths_that_pay, tokens_of
+from engine.core.drafts.price import Offer, Why, lengths_that_pay, tokens_of
 from engine.core.estimate import pace
 from engine.core.estimate.cost import CostLearner, Work
 from engine.core.scheduler_config import SchedulerConfig
@@ -52,7 +53,9 @@ from engine.core.step.plan_builder import PlanBuilder
 LATE_SHARE: Final = 0.25
 TOKENS_SHARE: Final = 0.5
 LEAST_SHARE: Final = 1 / 256
-"""The least share of a step that a draft is taken to cost, whatever was learned."""
+"""The least share of a step that a draft is taken to cost, whatever was learned; or of what a token takes in
+a large one, `LEAST_PART`."""
+LEAST_PART: Final = 1 / 8
 LEAST_S: Final = 1e-9
 READ_MAX: Final = 4096
 ROOM: Final = 64 << 20
@@ -73,11 +76,21 @@ def drafter_for(sequence: Sequence) -> Drafts:
     return NGramDrafts(lens[1], params.stop_token_ids)
 
 
-def _foreseen(tokens: list[int], draft: Proposal) -> Proposal:
+def _foreseen(sequence: Sequence, draft: Proposal, most: int) -> Proposal:
     """The drafts behind which masks are known: the beginning of what was drafted, and what the grammar forces
     behind it."""
+    tokens = [*sequence.foreseen[:most]]
     known = draft.tokens[: min(draft.predicted, len(tokens))]
-    return draft._replace(tokens=tokens, predicted=agreed(known, tokens))
+    return draft._replace(tokens=tokens, predicted=agreed(known, tokens), why=sequence.foreseen_why[:most])
+
+
+def _chances(sequence: Sequence, draft: Proposal) -> Sequence_[float]:
+    """The chance of each draft, where they differ."""
+    if not draft.why:
+        return ()
+    assert sequence.drafter is not None
+    of = {Why.DRAFTED: draft.chance, Why.FORCED: sequence.drafter.forced().chance, Why.SURE: 1.0}
+    return [of[why] for why in draft.why]
 
 
 def _pause(sequence: Sequence, tokens: int) -> None:
@@ -222,8 +235,7 @@ class Drafting:
             if drafter is None:
                 continue
             if sequence.mask:
-                own = [*sequence.foreseen[:most]]
-                found.append((sequence, _foreseen(own, sequence.draft or drafter.forced())))
+                found.append((sequence, _foreseen(sequence, sequence.draft or drafter.forced(), most)))
                 continue
             read_len = drafter.read_len
             draft = drafter.look(sequence.tokens, most, to_read)
@@ -258,8 +270,8 @@ class Drafting:
         step_s = cost.seconds(work)
         drafts_s = self._drafts_s([each for each, _ in looks], work, step_s)
         offers = [
-            Offer(draft.chance, len(draft.tokens), draft_s, draft.is_probe)
-            for (_, draft), draft_s in zip(looks, drafts_s, strict=True)
+            Offer(draft.chance, len(draft.tokens), draft_s, draft.is_probe, _chances(sequence, draft))
+            for (sequence, draft), draft_s in zip(looks, drafts_s, strict=True)
         ]
         spare = self.spare_drafts(builder.tokens_left, rows)
         spare_s = self.spare_s(decodes, step_s, beside_prompts=beside_prompts)
@@ -284,7 +296,7 @@ class Drafting:
 
     def _drafts_s(self, sequences: list[Sequence], work: Work, step_s: float) -> list[float]:
         """The time that a draft of each of these adds to a step."""
-        least_s = max(LEAST_SHARE * step_s, LEAST_S)
+        least_s = max(min(LEAST_SHARE, LEAST_PART / work.decode_rows) * step_s, LEAST_S)
         drafts_s = self.learner.drafts_s([each.computed_len for each in sequences], work, step_s)
         return [max(draft_s, least_s) for draft_s in drafts_s]
 
