@@ -96,8 +96,9 @@ class SamplingParams(msgspec.Struct, array_like=True, frozen=True):
     """The same for each prompt token but the first. Until they are sent, such a sequence takes nothing from
     the prefix cache, because cached positions are not computed and so have no logits."""
     vector_len: int = 0
-    """The numbers of the prompt's vector, where that is asked for; 0: it is not. Then `max_tokens` is 0. Such
-    a sequence takes nothing from the prefix cache and leaves nothing there: its vector may be of all tokens."""
+    """The numbers of the prompt's vector, where that is asked for; 0: it is not. Then `max_tokens` is 0, and
+    the sequence takes nothing from the prefix cache and leaves nothing there: a vector may be of all
+    tokens."""
     scored: bytes = b""
     """Token ids, packed, whose log-probabilities behind the prompt are asked for; b"": none are. Then
     `max_tokens` is 0: nothing is sampled."""
@@ -597,8 +598,8 @@ class RunResult(msgspec.Struct, array_like=True, frozen=True):
     """For each slot that asked: the slot, and for each prompt position computed in this step the
     log-probabilities of the prompt token that follows it. The prompt's last position has no follower."""
     vectors: list[tuple[int, bytes]] = []
-    """For each slot that asked and whose prompt was completed in this step: the slot, and the prompt's vector,
-    `vector_len` numbers as little-endian float32; b"" where they are not finite."""
+    """For each slot that asked and whose prompt was completed in this step: the slot, and the prompt's
+    vector, `vector_len` numbers as little-endian float32; b"" where they are not finite."""
     scores: list[tuple[int, list[float]]] = []
     """For each slot that asked and whose prompt was completed in this step: the slot, and the
     log-probabilities of its `SamplingParams.scored`; NaN where the logits were not finite."""

@@ -11,10 +11,10 @@ what they bring: as each row's bring less and less, the result has the most toke
 It is never less than without drafts, as far as p and the cost are right: a large batch, in which a row costs
 about what it brings, has few drafts, or none.
 
-*Padding.* A step that a graph is captured for takes the time of the graph's tokens, which are those of the step
-or more. So where there are such shapes, of all counts of drafts, in the same order, the one is chosen that has
-the most tokens per second, each at the time of the shape that it is padded to: a shape is filled before the
-next is begun, and the next is begun for what would fill it.
+*Padding.* A step that a graph is captured for takes the time of the graph's tokens, which are those of the
+step or more. So where there are such shapes, of all counts of drafts, in the same order, the one is chosen
+that has the most tokens per second, each at the time of the shape that it is padded to: a shape is filled
+before the next is begun, and the next is begun for what would fill it (`lengths_by_shape`).
 
 The chance is estimated from what came of a sequence's drafts before (`Acceptance`), apart for matches of
 different lengths, since what follows a long one is right more often. An estimate begins as `PRIORS` say, with

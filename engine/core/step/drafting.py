@@ -7,7 +7,8 @@ Rules
 
 1. What drafts add to a step keeps to the gap target of the classes that stream in it, or, where that cannot
    be kept without drafts either, to the share `LATE_SHARE` of the step: streams that draft nothing see that
-   gap, too. They take `TOKENS_SHARE` of the tokens that decodes leave at most: the others are for prompts.
+   gap, too. Where prompts wait it is a part of their time, by the rule of `engine.core.estimate.pace`. They
+   take `TOKENS_SHARE` of the tokens that decodes leave at most: the others are for prompts.
 2. No sequence is preempted for drafts, and no page is taken that a running one may lack next.
 3. A sequence drafts what stands behind its newest token. So it does where nothing of it is in flight, and
    sits out the plans that are made while its drafts are verified (`Hold.DRAFTS`): it is not known where they
@@ -40,6 +41,7 @@ from engine.contract.messages import RunnerInfo, agreed
 from engine.core.drafts.drafter import Drafts, NGramDrafts, Proposal
 from engine.core.drafts.prediction import PredictionDrafts
 from engine.core.drafts.price import Offer, lengths_by_shape, lengths_that_pay, tokens_of
+from engine.core.estimate import pace
 from engine.core.estimate.cost import CostLearner, Work
 from engine.core.scheduler_config import SchedulerConfig
 from engine.core.sequence import Sequence
@@ -153,9 +155,11 @@ class Drafting:
         ]
         by_slot = {each.handle: each for each in streams}
         spare = self.spare_drafts(self.config.step_tokens_max, rows)
-        lengths = lengths_that_pay(offers, rows, step_s, self.spare_s(by_slot, step_s), spare)
+        lengths = lengths_that_pay(
+            offers, rows, step_s, self.spare_s(by_slot, step_s, beside_prompts=False), spare
+        )
         longer_s = self.host_s + sum(map(mul, drafts_s, lengths))
-        gained = sum(
+        gained: float = sum(
             any_right * tokens_of(chance, length)
             for (_, chance, _, any_right), length in zip(drafts, lengths, strict=True)
         )
@@ -166,11 +170,18 @@ class Drafting:
         self.host_s += HOST_WEIGHT * (seconds - self.host_s)
 
     def add(
-        self, builder: PlanBuilder, decodes: dict[int, Sequence], due: list[Sequence], now: float
+        self,
+        builder: PlanBuilder,
+        decodes: dict[int, Sequence],
+        due: list[Sequence],
+        now: float,
+        *,
+        beside_prompts: bool,
     ) -> None:
-        """Add rows for the decodes, by slot, of which those in `due` are to be looked at for drafts."""
+        """Add rows for the decodes, by slot, of which those in `due` are to be looked at for drafts.
+        `beside_prompts`: prompts may have a part of the step."""
         looks = self._looked_at(due, self.spare_drafts(builder.tokens_left, len(decodes)))
-        drafts = self._chosen(looks, builder, decodes, now) if looks else {}
+        drafts = self._chosen(looks, builder, decodes, now, beside_prompts) if looks else {}
         if not drafts:
             builder.add_decodes(decodes)
             return
@@ -239,6 +250,7 @@ class Drafting:
         builder: PlanBuilder,
         decodes: Mapping[int, Sequence],
         now: float,
+        beside_prompts: bool,
     ) -> dict[int, list[int]]:
         """The drafts that pay of those that were found, by slot, as far as there are pages for them."""
         cost, rows = self.learner.known, len(decodes)
@@ -249,8 +261,9 @@ class Drafting:
             Offer(draft.chance, len(draft.tokens), draft_s, draft.is_probe)
             for (_, draft), draft_s in zip(looks, drafts_s, strict=True)
         ]
-        own = rows, step_s, self.spare_s(decodes, step_s), self.spare_drafts(builder.tokens_left, rows)
-        if self.runner.verify_shapes and not builder.prefills:
+        spare_s = self.spare_s(decodes, step_s, beside_prompts=beside_prompts)
+        own = rows, step_s, spare_s, self.spare_drafts(builder.tokens_left, rows)
+        if self.runner.verify_shapes and not beside_prompts:
             lengths = lengths_by_shape(offers, *own, self.runner.verify_shapes)
         else:
             lengths = lengths_that_pay(offers, *own)
@@ -285,9 +298,11 @@ class Drafting:
             return min(spare, self.runner.state_windows)
         return min(spare, self.runner.drafts_together or spare)
 
-    def spare_s(self, decodes: Mapping[int, Sequence], step_s: float) -> float:
+    def spare_s(self, decodes: Mapping[int, Sequence], step_s: float, *, beside_prompts: bool) -> float:
         """The time by which drafts may make a step longer (rule 1)."""
-        targets = self.config.gap_targets_s
+        targets, error = self.config.gap_targets_s, self.learner.error
         target_s = min(targets[sequence.service_class] for sequence in decodes.values())
-        spare_s = target_s / (1.0 + self.learner.error) - step_s
+        if beside_prompts:
+            return pace.drafts_s(target_s, step_s, self.config.prompt_share, error)
+        spare_s = target_s / (1.0 + error) - step_s
         return spare_s if spare_s > 0.0 else LATE_SHARE * step_s
