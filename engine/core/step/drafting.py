@@ -41,7 +41,7 @@ from typing import Final
 from engine.contract.messages import RunnerInfo, agreed
 from engine.core.drafts.drafter import Drafts, NGramDrafts, Proposal
 from engine.core.drafts.prediction import PredictionDrafts
-from engine.core.drafts.price import Offer, Why, lengths_that_pay, tokens_of
+from engine.core.drafts.price import Offer, Why, lengths_by_shape, lengths_that_pay, tokens_of
 from engine.core.estimate import pace
 from engine.core.estimate.cost import CostLearner, Work
 from engine.core.scheduler_config import SchedulerConfig
@@ -273,9 +273,12 @@ class Drafting:
             Offer(draft.chance, len(draft.tokens), draft_s, draft.is_probe, _chances(sequence, draft))
             for (sequence, draft), draft_s in zip(looks, drafts_s, strict=True)
         ]
-        spare = self.spare_drafts(builder.tokens_left, rows)
         spare_s = self.spare_s(decodes, step_s, beside_prompts=beside_prompts)
-        lengths = lengths_that_pay(offers, rows, step_s, spare_s, spare)
+        own = rows, step_s, spare_s, self.spare_drafts(builder.tokens_left, rows)
+        if self.runner.verify_shapes and not beside_prompts:
+            lengths = lengths_by_shape(offers, *own, self.runner.verify_shapes)
+        else:
+            lengths = lengths_that_pay(offers, *own)
         drafts: dict[int, list[int]] = {}
         for (sequence, draft), offer, length in zip(looks, offers, lengths, strict=True):
             drafter, slot = sequence.drafter, sequence.slot
