@@ -1,12 +1,13 @@
 """Random worlds of `engine.core.estimate.pace`: `python -m tests.pace_worlds N [FIRST] [--out FILE]` runs N,
-in both loops.
+in both loops, without drafts and with.
 
 A world has a runner of random cost, gap targets, streams of random classes and prompts of random lengths that
 arrive beside them. The scheduler is the real one, in virtual time. The laws:
 
 - no step with decodes takes longer than the largest of the gap target of those that stream, twice its decodes
   and their time over one less the share, but for copies, for a single token whose context takes longer to
-  read than that, and for the host's time for the last admission;
+  read than that, and for the host's time for the last admission; also where streams verify as many drafts as
+  they may, of which all are wrong, or all are right;
 - prompts that wait beside decodes get their share of the time: over the steps in which they wait, at least
   0.85 of it, apart from what one chunk takes. A step owes them no more than it gave where it has as many
   tokens as a step may have, or where one token more would make it longer than the rule allows, which leaves
@@ -22,7 +23,7 @@ import random
 import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
@@ -33,7 +34,8 @@ from engine.core.scheduler import Scheduler
 from engine.core.scheduler_config import SchedulerConfig
 from engine.core.sequence import Sequence
 from tests.bench import figures
-from tests.bench.engine.virtual import timed_steps
+from tests.bench.engine.core_window import draft_by
+from tests.bench.engine.virtual import SAMPLED, DraftedAs, SureDrafts, timed_steps, work_of
 from tests.bench.figures import at_most, figure
 from tests.fake_runner import runner_info
 
@@ -90,12 +92,14 @@ class Seen:
     owed_s: float = 0.0
     """The part of it that prompts were to have by their share."""
     longest_chunk_s: float = 0.0
+    drafted: int = 0
     finished: set[int] = field(default_factory=set)
 
 
-def run_world(seed: int, *, overlap: bool) -> Seen:
-    """Run one world to its end. Raises AssertionError when a law is broken."""
-    return _Running(random_world(seed), overlap=overlap).run()
+def run_world(seed: int, *, overlap: bool = False, drafts: DraftedAs | None = None) -> Seen:
+    """Run one world to its end. Raises AssertionError when a law is broken. Where steps overlap, no stream
+    drafts."""
+    return _Running(random_world(seed), overlap=overlap, drafts=drafts).run()
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,9 +113,12 @@ class Checked:
 
 
 class _Running:
-    def __init__(self, world: World, *, overlap: bool) -> None:
+    def __init__(self, world: World, *, overlap: bool, drafts: DraftedAs | None) -> None:
         self._world = world
-        info = runner_info(pages=4096, page_size=64, slots=64, max_model_len=8192, vocab_size=10)
+        drafts_max = 0 if drafts is None else 15
+        info = runner_info(
+            pages=4096, page_size=64, slots=64, max_model_len=8192, vocab_size=10, drafts_max=drafts_max
+        )
         info = msgspec.structs.replace(info, timed_steps=timed_steps(world.cost))
         config = SchedulerConfig(
             step_tokens_max=world.step_tokens_max,
@@ -121,6 +128,8 @@ class _Running:
             prompt_share=world.prompt_share,
         )
         self._scheduler = Scheduler(config, info)
+        if drafts is not None:
+            draft_by(self._scheduler, lambda _: SureDrafts(drafts))
         self._overlap = overlap
         self._now = 0.0
         self._arrived = 0
@@ -158,23 +167,30 @@ class _Running:
             self._arrived += 1
 
     def _land(self, plan: Plan, checked: Checked) -> None:
-        work = _work_of(plan)
+        work = work_of(plan)
         step_s = self._world.cost.seconds(work)
         decodes = self._decodes(plan)
         decodes_s = self._world.cost.seconds(decodes)
         self._now += step_s
         self._seen.steps += 1
-        if decodes.decode_rows and (checked.waits or step_s > decodes_s):
+        drafted_s = self._world.cost.seconds(self._verifying(plan)) - decodes_s
+        self._seen.drafted += work.drafts
+        if decodes.decode_rows and (checked.waits or step_s > decodes_s + drafted_s):
+            given_s = step_s - decodes_s - drafted_s
             self._seen.waited_s += step_s
-            self._seen.computed_s += step_s - decodes_s
+            self._seen.computed_s += given_s
             by_share_s = self._world.prompt_share * step_s
-            given_s = step_s - decodes_s
             self._seen.owed_s += min(by_share_s, given_s) if checked.is_full else by_share_s
-        self._scheduler.commit(plan, RunResult([0] * plan.sampled, [], []), self._now)
+        self._scheduler.commit(plan, RunResult([SAMPLED] * plan.sampled, [], []), self._now)
 
     def _decodes(self, plan: Plan) -> Work:
         rows = [i for i, sequence in enumerate(self._rows(plan)) if sequence is not None]
         return Work.of([plan.positions[i] for i in rows], [1] * len(rows))
+
+    def _verifying(self, plan: Plan) -> Work:
+        """The decodes with their drafts."""
+        rows = [i for i, sequence in enumerate(self._rows(plan)) if sequence is not None]
+        return work_of(plan, rows)
 
     def _rows(self, plan: Plan) -> list[Sequence | None]:
         """The sequence of each row that is a decode, and None for a chunk of a prompt."""
@@ -190,14 +206,15 @@ class _Running:
         waits = any(sequence.pending_len > 1 for sequence in flight.prefills)
         if not streams:
             return Checked(waits)
-        step_s = world.cost.seconds(_work_of(plan))
+        step_s = world.cost.seconds(work_of(plan))
         decodes_s = world.cost.seconds(self._decodes(plan))
         target_s = min(world.gap_targets_s[sequence.service_class] for sequence in streams)
         by_share_s = max(2.0 * decodes_s, decodes_s / (1.0 - world.prompt_share))
         most_s = max(target_s, by_share_s)
         if step_s > decodes_s:
-            self._seen.mixed += 1
-            self._seen.longest_chunk_s = max(self._seen.longest_chunk_s, step_s - decodes_s)
+            chunks_s = step_s - world.cost.seconds(self._verifying(plan))
+            self._seen.mixed += chunks_s > 0.0
+            self._seen.longest_chunk_s = max(self._seen.longest_chunk_s, chunks_s)
             excess = self._excess_s(plan)
             assert step_s <= 1.02 * most_s + excess, f"{step_s} s, and not {most_s} s"
         error = self._scheduler._learner.error
@@ -212,9 +229,7 @@ class _Running:
         longer_s = []
         for i, sequence in enumerate(self._scheduler._in_flight[plan.step].rows):
             if id(sequence) in chunks and sequence.pending_len:
-                lengths = [*plan.lengths[:i], plan.lengths[i] + 1, *plan.lengths[i + 1 :]]
-                work = Work.of(plan.positions, lengths, seats=len(plan.seated))
-                longer_s.append(self._world.cost.seconds(work))
+                longer_s.append(self._world.cost.seconds(work_of(plan, longer=i)))
         return bool(longer_s) and min(longer_s) > room_s
 
     def _excess_s(self, plan: Plan) -> float:
@@ -236,18 +251,22 @@ class _Running:
             assert seen.computed_s >= least_s, f"prompts had {seen.computed_s} s, and not {least_s} s"
 
 
-def _work_of(plan: Plan) -> Work:
-    return Work.of(plan.positions, plan.lengths, seats=len(plan.seated))
+KINDS: Final[dict[str, dict[str, Any]]] = {
+    "plain": {},
+    "overlapped": {"overlap": True},
+    "drafts, all wrong": {"drafts": DraftedAs.WRONG},
+    "drafts, all right": {"drafts": DraftedAs.RIGHT},
+}
 
 
 def broken_laws(seed: int) -> tuple[int, list[str]]:
-    """The steps with streams and prompts of one world in both loops, and what broke a law in it."""
+    """The steps with streams and prompts of one world of each kind, and what broke a law in it."""
     mixed, broken = 0, []
-    for overlap in (False, True):
+    for name, kind in KINDS.items():
         try:
-            mixed += run_world(seed, overlap=overlap).mixed
+            mixed += run_world(seed, **kind).mixed
         except AssertionError as error:
-            broken.append(f"world {seed}, {'overlapped' if overlap else 'plain'}: {error}")
+            broken.append(f"world {seed}, {name}: {error}")
     return mixed, broken
 
 
@@ -263,7 +282,7 @@ def main(argv: list[str]) -> int:
         mixed, worlds_broken = mixed + steps, worlds_broken + bool(broken)
         sys.stderr.writelines(f"{each}\n" for each in broken)
     found = [
-        figure("worlds, each in both loops", options.count, ""),
+        figure("worlds, each of all kinds", options.count, ""),
         figure("first seed", options.first, ""),
         figure("steps with streams and prompts", mixed, ""),
         figure("worlds that broke a law", worlds_broken, "", at_most(0)),

@@ -216,7 +216,7 @@ def test_every_module_that_is_to_be_run_is_there() -> None:
 
 def test_every_option_that_is_named_exists() -> None:
     known = {option for command in ("up", "chat", *SERVICES) for option in options_of(command)}
-    known |= options_of("keys", "create")
+    known |= options_of("keys", "create") | options_of("init")
     known |= {option for name in bench_names() for option in bench_options(name)} | options_of(
         "bench", "serve"
     )

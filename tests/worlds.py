@@ -90,6 +90,9 @@ class SimConfig:
     """The most drafts that a row verifies; 0: none."""
     right_share: float = 0.7
     """The share of drafted tokens that are right."""
+    prediction_share: float = 0.3
+    """Where there are drafts: the share of sequences whose caller predicts the answer, nearly right or
+    not."""
     fails: bool = True
     """True if the model fails numerically for some sequences."""
     prompt_logprobs_share: float = 0.15

@@ -93,8 +93,15 @@ WORLDS = {
     "drafts, all wrong, in a tight pool": SimConfig(
         drafts_max=3, right_share=0.0, pages=16, arrival_gap_s=0.005, host_pages=40, page_copy_s=CHEAP_S
     ),
+    "drafts of callers": SimConfig(drafts_max=15, prediction_share=1.0, pages=24, max_tokens_max=40),
     "drafts, all right": SimConfig(
-        drafts_max=15, right_share=1.0, pause_share=0.6, page_size=2, pages=80, abort_share=0.4
+        drafts_max=15,
+        right_share=1.0,
+        prediction_share=0.0,
+        pause_share=0.6,
+        page_size=2,
+        pages=80,
+        abort_share=0.4,
     ),
     "snapshots of states": SimConfig(
         state_bytes=64,
@@ -125,7 +132,8 @@ def test_laws_hold_in_every_world(world: str) -> None:
     for seed in range(SEEDS_OVERLAPPED):
         simulation = OverlappedSimulation(random.Random(seed), WORLDS[world])
         report = simulation.run()
-        assert simulation.runner.overlaps > report.steps / 2, "it hardly overlaps"
+        least = 0 if WORLDS[world].drafts_max else report.steps / 2  # a plan with drafts waits
+        assert simulation.runner.overlaps > least, "it hardly overlaps"
         assert [life.message for life in report.lives] == [life.message for life in plain[seed].lives]
         for life, other in zip(report.lives, plain[seed].lives, strict=True):
             common = min(len(life.tokens), len(other.tokens))
@@ -187,6 +195,7 @@ WILD: dict[str, Callable[[list[Report]], bool]] = {
     "a host tier if cheaper": lambda reports: sum(report.host_tokens for report in reports) > 60,
     "a disk behind a small host tier": lambda reports: sum(report.disk_tokens for report in reports) > 20,
     "drafts": lambda reports: all(0 < r.accepted < r.drafted for r in reports),
+    "drafts of callers": lambda reports: all(r.predicted > 50 and r.mispredicted > 10 for r in reports),
     "drafts, all right": lambda reports: all(r.steps < 0.8 * r.output_tokens for r in reports),
     "snapshots of states": lambda reports: sum(report.states.restored for report in reports) > 20,
     "short queue": lambda reports: all(r.reasons[FinishReason.REJECTED] > 10 for r in reports),

@@ -282,3 +282,12 @@ def test_workers_that_would_count_apart_are_refused(
     told = capsys.readouterr().err
     assert problem in told
     assert 'set store = "redis" in [quotas]' in told
+
+
+def test_gateways_that_would_count_apart_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "gateway.toml"
+    config.write_text(toml("http://127.0.0.1:1", "limits = { concurrent = 3 }\n[quotas]\ngateways = 3"))
+    assert main(["--check", str(config)]) == ExitCode.UNUSABLE_CONFIG
+    assert "keys.k1.limits: 3 gateways cannot count it together in memory" in capsys.readouterr().err

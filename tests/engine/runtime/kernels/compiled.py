@@ -40,6 +40,7 @@ from engine.runtime.kernels import (
 )
 from engine.runtime.kernels.dependent_launch import dependent_launches
 from engine.runtime.models.spec import DeltaNet
+from engine.runtime.step.protocols import Ahead
 from engine.runtime.weights.fp8 import Fp8Weight
 from engine.runtime.weights.parameters import DeltaWeights
 from tests.effort import IS_WHOLE, some
@@ -222,7 +223,7 @@ def report_dependent() -> None:
         ("gates", fused, "sigmoid_mul_kernel", partial(fused.sigmoid_mul, meta(32, 2048), meta(32, 5120))),
         ("squares", fused, "mean_squares_kernel", wide_squares_launch),
         ("silu", fused, "silu_mul_kernel", partial(fused.silu_mul, meta(32, 28_672))),
-        *(("sampling", device_sampling, f"{name}_kernel", sample_launch) for name in SAMPLING),
+        *(("sampling", device_sampling, name, sample_launch) for name in SAMPLING),
     ]
     for number, (name, module, kernel, launch) in enumerate(some(launches, usual=5)):
         report(f"dependent {name} {number}", module, kernel, launch, dependently=True)
@@ -238,9 +239,10 @@ def decode_launch(
     head_dim: int,
     window: int | None = None,
     page_size: int = 64,
+    queries: int = 1,
     **kv: Any,
 ) -> Callable[[], object]:
-    """Batch 32 of an 8B model."""
+    """Batch 32 of an 8B model. `queries`: the tokens of a row for which a tile has room."""
     rows, programs, device = 32, 264, torch.device("meta")
 
     def launch() -> Tensor:
@@ -252,10 +254,12 @@ def decode_launch(
             meta(rows, 128, dtype=torch.int32),
             meta(rows, dtype=torch.int32),
             decode_attention.DecodeWork.empty(programs, device),
-            decode_attention.DecodeScratch.empty(programs, rows, heads, kv_heads, head_dim, device),
+            decode_attention.DecodeScratch.empty(programs, rows, heads, kv_heads, head_dim, device, queries),
             scale=0.1,
             window=window,
             programs=programs,
+            behind=meta(rows, dtype=torch.int32) if queries > 1 else None,
+            queries=queries,
         )
 
     return launch
@@ -270,9 +274,10 @@ def report_largest_pages() -> None:
         report(f"largest prefill {dim}", prefill_attention, "prefill_kernel", prefill)
 
 
-def list_launch() -> None:
+def list_launch(behind: Tensor | None = None) -> None:
     work = decode_attention.DecodeWork.empty(264, torch.device("meta"))
-    decode_attention.list_work(meta(256, dtype=torch.int32), 8, None, 64, work, programs=264)
+    lengths = meta(256, dtype=torch.int32)
+    decode_attention.list_work(lengths, 8, None, 64, work, programs=264, behind=behind)
 
 
 def report_decode() -> None:
@@ -281,8 +286,23 @@ def report_decode() -> None:
     report("decode 8B", module, "decode_kernel", decode_launch(32, 8, 128))
     report("decode window", module, "decode_kernel", decode_launch(28, 4, 128, 4096))
     report("decode fp8 cache", module, "decode_kernel", decode_launch(32, 8, 128, dtype=torch.float8_e4m3fn))
+    own = meta(256, dtype=torch.int32)
+    report("list_work drafts", module, "list_work_kernel", partial(list_launch, own))
+    fp8: dict[str, Any] = {"dtype": torch.float8_e4m3fn}
+    drafted = [
+        ("8B", decode_launch(32, 8, 128, queries=4)),
+        ("fp8 cache wide", decode_launch(32, 8, 128, queries=16, **fp8)),
+    ]
     if IS_WHOLE:
         report("decode Qwen3.5", module, "decode_kernel", decode_launch(8, 2, 256))
+        drafted += [
+            ("8B wide", decode_launch(32, 8, 128, queries=16)),
+            ("window wide", decode_launch(28, 4, 128, 4096, queries=8)),
+            ("large heads wide", decode_launch(8, 2, 256, queries=8)),
+            ("fp8 cache", decode_launch(32, 8, 128, queries=4, **fp8)),
+        ]
+    for name, launch in drafted:
+        report(f"decode drafts {name}", module, "decode_kernel", launch)
 
 
 def prefill_launch(
@@ -364,21 +384,21 @@ def report_fused() -> None:
         report("gelu_mul", fused, "silu_mul_kernel", gelu)
 
 
-SAMPLING = ("measure", "weigh", "order", "choose")
+SAMPLING = ("measure_kernel", "weigh_kernel", "order_kernel", "choose_kernel", "settle_kernel")
 
 
-def sample_launch() -> object:
+def sample_launch(*, verifies: bool = False) -> object:
     """A batch of 32 over Qwen3's vocabulary."""
     rows, vocab, device = 32, 151_936, torch.device("meta")
     columns = DeviceSampling.empty(64, vocab, device)
     scratch = device_sampling.SamplingScratch.empty(rows, vocab, torch.bfloat16, device)
     row = meta(rows, dtype=torch.int32)
+    ahead = Ahead(row, row, row, 4) if verifies else None
+    known = meta(64, 4097, dtype=torch.int32)
     with ExitStack() as stack:
         for kernel in SAMPLING:
-            stack.enter_context(recorded(device_sampling, f"{kernel}_kernel"))
-        return device_sampling.sample(
-            meta(rows, vocab), row, row, columns, scratch, meta(64, 4097, dtype=torch.int32)
-        )
+            stack.enter_context(recorded(device_sampling, kernel))
+        return device_sampling.sample(meta(rows, vocab), row, row, columns, scratch, known, ahead)
 
 
 def begin_launch() -> object:
@@ -431,8 +451,11 @@ def report_delta() -> None:
 
 
 def report_sampling() -> None:
-    for kernel in ("measure", "weigh", "choose"):
-        report(kernel, device_sampling, f"{kernel}_kernel", sample_launch)
+    for kernel in ("measure_kernel", "weigh_kernel", "choose_kernel"):
+        report(kernel.removesuffix("_kernel"), device_sampling, kernel, sample_launch)
+    for kernel in ("measure_kernel", "choose_kernel", "settle_kernel"):
+        launch = partial(sample_launch, verifies=True)
+        report(f"{kernel.removesuffix('_kernel')} drafts", device_sampling, kernel, launch)
 
 
 def matrix(height: int, width: int, dtype: torch.dtype, group: int = 0) -> matmul.Weight:
