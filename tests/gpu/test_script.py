@@ -273,7 +273,7 @@ def test_the_floor_of_many_requests() -> None:
     assert whole.requests_floor_s(QWEN3_06B, wanted, H200) == pytest.approx(expected, rel=1e-3)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @interpreted
 def test_the_checks_of_the_whole_engine_at_toy_size(tmp_path: Path) -> None:
     path = make_tiny_model("qwen3", tmp_path / "tiny", **SMALL)
