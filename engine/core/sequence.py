@@ -158,6 +158,8 @@ class Sequence:
     """The mask behind each of them."""
     draft: Proposal | None = None
     """What the beginning of these was drafted as; None where the grammar forces them."""
+    draft_chance: float = 0.0
+    """The chance of the drafts that it verified last, or verifies, that one is right."""
     drafts_from: int = NEVER
     """The computed tokens from which on a plan is to look at it for drafts."""
     looks_from: int = 0

@@ -98,6 +98,11 @@ class Offer(NamedTuple):
     """True if the first is to be taken whatever it costs."""
 
 
+def tokens_of(chance: float, length: int) -> float:
+    """The tokens that so many drafts of a row bring."""
+    return chance * (1.0 - chance**length) / (1.0 - chance)
+
+
 def lengths_that_pay(
     offers: Sequence[Offer], rows: int, step_s: float, spare_s: float, spare: int
 ) -> list[int]:

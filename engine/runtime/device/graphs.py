@@ -109,9 +109,11 @@ class DecodeInputs:
         """The inputs of a step within `memory`, [at least input_len(shape)] int32 on the device or the
         host."""
         each = _aligned(shape.rows)
-        each, most = _aligned(shape.rows), shape.together
         slots, lengths, *drafted = (memory[at : at + shape.rows] for at in range(0, input_len(shape), each))
-        return DecodeInputs(slots, lengths, Ahead(*drafted, most=most) if drafted else None)
+        if not drafted:
+            return DecodeInputs(slots, lengths)
+        before, behind, masked_by = drafted
+        return DecodeInputs(slots, lengths, Ahead(before, behind, masked_by, shape.together))
 
     def bound(self, states: States | None) -> StepStates | None:
         """A model's states, bound to these rows; None where it has none."""

@@ -269,6 +269,12 @@ class DecoderSpec:
         return tuple(own.attention for own in self.layers if isinstance(own.attention, DeltaNet))
 
     @property
+    def places(self) -> tuple[int, ...]:
+        """Each layer's number among `attentions`, or among `deltas`."""
+        kinds = [type(own.attention) for own in self.layers]
+        return tuple(kinds[:at].count(kind) for at, kind in enumerate(kinds))
+
+    @property
     def attention(self) -> Attention:
         """The first one, for what all have in common."""
         return self.attentions[0]

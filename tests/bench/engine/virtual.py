@@ -11,8 +11,9 @@ from __future__ import annotations
 import math
 import random
 from array import array
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
 from typing import Final
 from unittest import mock
 
@@ -25,7 +26,10 @@ from engine.contract.messages import (
     ServiceClass,
     StepOutput,
     TimedStep,
+    Want,
 )
+from engine.core.drafts.drafter import Drafts, Proposal
+from engine.core.drafts.price import CHANCE_MAX
 from engine.core.estimate.cost import StepCost, Work
 from engine.core.queue.newcomers import AddSequence
 from engine.core.queue.policy import OLDEST_EVERY, RESPONSE_RATIO, Discipline
@@ -34,9 +38,12 @@ from engine.core.scheduler_config import SchedulerConfig
 from engine.core.sequence import Sequence as Admitted
 from engine.core.sequence import Status
 from engine.core.step.planner import Planner
-from tests.bench.engine.core_window import due, holdings, in_slot, is_following
+from tests.bench.engine.core_window import draft_by, due, holdings, in_slot, is_following
 
 VOCAB_SIZE: Final = 1000
+SAMPLED: Final = 0
+"""The token that all answers consist of."""
+DRAFTS_MAX: Final = 15
 UNBOUNDED: Final = 1_000_000
 UNBOUNDED_GAPS: Final = (math.inf,) * len(ServiceClass)
 
@@ -72,6 +79,8 @@ class Engine:
     noise: float = 0.0
     """The largest share of its time by which a step takes longer or shorter, at random."""
     noise_seed: int = 1
+    drafter_of: Callable[[Admitted], Drafts] | None = None
+    """What sequences draft by; None: nothing is."""
 
 
 @dataclass(slots=True)
@@ -86,6 +95,8 @@ class Outcome:
     gaps_s: array[float] = field(default_factory=lambda: array("d"), repr=False)
     """Times between its tokens."""
     preemptions: int = 0
+    drafted: int = 0
+    accepted: int = 0
     reason: FinishReason | None = None
     expected_s: float = 0.0
     """The estimate with which it was refused as too late."""
@@ -189,6 +200,7 @@ class _Virtual:
             host_pages=engine.host_pages,
             page_copy_s=engine.cost.page_s if engine.host_pages else 0.0,
             timed_steps=timed_steps(engine.cost),
+            drafts_max=DRAFTS_MAX if engine.drafter_of else 0,
         )
         config = SchedulerConfig(
             step_tokens_max=engine.step_tokens_max,
@@ -200,6 +212,8 @@ class _Virtual:
         self._cost, self._noise, self._rng = engine.cost, engine.noise, random.Random(engine.noise_seed)
         with mock.patch("engine.core.scheduler.Planner", engine.planner):
             self._scheduler = Scheduler(config, info, engine.discipline)
+        if engine.drafter_of is not None:
+            draft_by(self._scheduler, engine.drafter_of)
         self._watch = TurnWatch(self._scheduler)
         self._requests = requests
         self._outcomes = [Outcome(request) for request in requests]
@@ -223,10 +237,10 @@ class _Virtual:
         if plan is not None:
             self._watch.after_plan(plan)
             copied_pages = len(plan.swapped_out) + len(plan.swapped_in)
-            work = Work.of(plan.positions, plan.lengths, copied_pages, seats=len(plan.seated))
+            work = replace(work_of(plan), copied_pages=copied_pages)
             self._now += self._cost.seconds(work) * (1.0 + self._noise * self._rng.uniform(-1.0, 1.0))
             self._steps += 1
-            self._scheduler.commit(plan, RunResult([0] * plan.sampled, [], []), self._now)
+            self._scheduler.commit(plan, RunResult([SAMPLED] * plan.sampled, [], []), self._now)
         output = self._scheduler.report()
         if output is not None:
             self._record(output)
@@ -238,7 +252,57 @@ class _Virtual:
             outcome = self._outcomes[finished.handle]
             outcome.end_s = self._now - outcome.request.at_s
             outcome.preemptions = finished.preemptions
+            outcome.drafted, outcome.accepted = finished.drafted, finished.accepted
             outcome.reason, outcome.expected_s = finished.reason, finished.expected_s
+
+
+def work_of(plan: Plan, rows: Iterable[int] | None = None, longer: int | None = None) -> Work:
+    """The work of a plan, or of these of its rows, of which row `longer` has one token more."""
+    verifying = [i for i, want in enumerate(plan.wants) if want is Want.VERIFY]
+    drafts = dict(zip(verifying, plan.drafts, strict=True))
+    asked = range(len(plan.slots)) if rows is None else rows
+    others = [i for i in asked if i not in drafts]
+    work = Work.of(
+        [plan.positions[i] for i in others],
+        [plan.lengths[i] + (i == longer) for i in others],
+        seats=len(plan.seated) if rows is None else 0,
+    )
+    own = [i for i in asked if i in drafts]
+    return work.verifying([plan.positions[i] for i in own], [drafts[i] for i in own])
+
+
+class DraftedAs(Enum):
+    """The token of which all drafts consist."""
+
+    RIGHT = SAMPLED
+    WRONG = SAMPLED + 1
+
+
+@dataclass(slots=True)
+class SureDrafts:
+    """Implements `engine.core.drafts.drafter.Drafts`: as many as may be, of whose chance it is always as
+    sure."""
+
+    kind: DraftedAs
+    size: int = 1
+    pause: int = 1
+    read_len: int = 0
+    has_read: bool = True
+
+    def look(self, tokens: array[int], most: int, read_max: int) -> Proposal | None:
+        return Proposal([self.kind.value] * most, CHANCE_MAX, 0)
+
+    def forced(self) -> Proposal:
+        return Proposal([], CHANCE_MAX, 0)
+
+    def take(self, draft: Proposal) -> None:
+        """Learns nothing."""
+
+    def pass_over(self) -> None:
+        """Learns nothing."""
+
+    def learn(self, drafts: int, right: int) -> int:
+        return 0
 
 
 def timed_steps(cost: StepCost) -> tuple[TimedStep, ...]:

@@ -6,22 +6,25 @@ from __future__ import annotations
 import math
 import random
 from array import array
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import pytest
 
 from engine.config import EngineConfig
 from engine.contract.messages import ServiceClass, agreed
-from engine.core.drafts.drafter import NGramDrafts
+from engine.core.drafts.drafter import Drafts, NGramDrafts, Proposal
 from engine.core.drafts.ngrams import LEVELS, NGrams
 from engine.core.drafts.prediction import WALK_MAX, Places, PredictionDrafts
 from engine.core.drafts.price import PREDICTED, Acceptance, Offer, lengths_that_pay
 from engine.core.estimate import pace
-from engine.core.estimate.cost import CostLearner
+from engine.core.estimate.cost import CostLearner, StepCost
 from engine.core.scheduler_config import SchedulerConfig
+from engine.core.sequence import Sequence
 from engine.core.step.allocator import Allocator
 from engine.core.step.drafting import LATE_SHARE, TOKENS_SHARE, Drafting
+from tests.bench.engine.virtual import DraftedAs, Engine, Outcome, Request, SureDrafts, run
 from tests.engine.core.sequences import sequence
 from tests.fake_runner import runner_info
 
@@ -288,6 +291,99 @@ def test_drafts_keep_to_what_is_spare() -> None:
     assert sum(lengths_that_pay(offers, 2, 0.1, 1.0, 7)) == 7
     assert sum(lengths_that_pay(offers, 2, 0.1, 4.5e-4, 100)) == 4
     assert lengths_that_pay(offers, 2, 0.1, 1.0, 100)[1] == 3
+
+
+# -- neighbours -----------------------------------------------------------------------------------
+
+COST = StepCost(token_s=2e-4, row_s=1e-3, context_s=1e-7, fixed_s=8e-3)
+
+
+@dataclass(slots=True)
+class WrongDrafts(SureDrafts):
+    """Drafts that are all wrong, of whose chance is learned as of any."""
+
+    acceptance: Acceptance = field(default_factory=Acceptance)
+
+    def look(self, tokens: array[int], most: int, read_max: int) -> Proposal | None:
+        chance, is_probe = self.acceptance.chance(KIND), self.acceptance.is_probing
+        return Proposal([self.kind.value] * most, chance, KIND, is_probe)
+
+    def pass_over(self) -> None:
+        self.acceptance.pass_over()
+
+    def learn(self, drafts: int, right: int) -> int:
+        assert not right
+        self.acceptance.learn(KIND, right, all_right=False)
+        return 0
+
+
+class NoDrafts(SureDrafts):
+    """Finds nothing."""
+
+    __slots__ = ()
+
+    def look(self, tokens: array[int], most: int, read_max: int) -> Proposal | None:
+        return None
+
+
+def beside(requests: list[Request], drafter: Callable[[], Drafts] | None, **engine: Any) -> list[Outcome]:
+    """The outcomes of the victim's requests beside a neighbour, all of whose drafts are wrong."""
+
+    def drafter_of(sequence: Sequence) -> Drafts:
+        return NoDrafts(DraftedAs.WRONG) if sequence.tenant == "victim" or drafter is None else drafter()
+
+    outcomes = run(requests, Engine(COST, drafter_of=drafter and drafter_of, **engine)).outcomes
+    neighbours = [each for each in outcomes if each.request.tenant == "neighbour"]
+    assert all(each.accepted == 0 for each in neighbours)
+    assert drafter is None or sum(each.drafted for each in neighbours) > 20
+    return [each for each in outcomes if each.request.tenant == "victim"]
+
+
+STREAMING = [
+    *[Request(0.0, 8, 300, "neighbour")] * 7,
+    Request(0.0, 8, 300, "victim"),
+    *[Request(0.5 + 0.7 * at, 1500, 4, "victim", first_token_s=1.0) for at in range(6)],
+]
+"""A stream of the victim's, and prompts of it that have deadlines, beside a neighbour's streams."""
+
+
+def sure() -> Drafts:
+    return SureDrafts(DraftedAs.WRONG)
+
+
+def learning() -> Drafts:
+    return WrongDrafts(DraftedAs.WRONG)
+
+
+@pytest.mark.parametrize("drafter", [sure, learning])
+@pytest.mark.parametrize("target_s", [0.01, 0.05, 0.1])
+def test_wrong_drafts_make_no_gap_of_a_neighbour_longer_than_its_target(
+    target_s: float, drafter: Callable[[], Drafts]
+) -> None:
+    """However sure they are: gaps are within the target, or where that cannot be kept, within what they are
+    without drafts; and first tokens come in time."""
+    targets_s = (target_s,) * len(ServiceClass)
+    alone = beside(STREAMING, None, slots=16, gap_targets_s=targets_s)
+    drafted = beside(STREAMING, drafter, slots=16, gap_targets_s=targets_s)
+    assert drafted[0].gap_s_max <= 1.02 * max(target_s, alone[0].gap_s_max)
+    assert all(each.first_token_s <= 1.0 for each in drafted[1:])
+
+
+def test_wrong_drafts_cost_a_neighbour_next_to_nothing_once_they_are_known() -> None:
+    alone = beside(STREAMING, None, slots=16)
+    drafted = beside(STREAMING, learning, slots=16)
+    assert drafted[0].end_s <= 1.03 * alone[0].end_s
+    for own, other in zip(drafted[1:], alone[1:], strict=True):
+        assert own.first_token_s <= 1.1 * other.first_token_s
+
+
+def test_wrong_drafts_count_as_served_so_that_a_neighbour_is_no_later_for_them() -> None:
+    """Both have a queue before one slot. What the drafts of the one take is taken off its own turns, once it is
+    more than any tenant may be ahead by."""
+    requests = [Request(0.0, 4, 60, tenant) for _ in range(20) for tenant in ("neighbour", "victim")]
+    alone, drafted = (beside(requests, drafter, slots=1) for drafter in (None, sure))
+    last = [max(each.end_s for each in outcomes) for outcomes in (alone, drafted)]
+    assert last[1] <= last[0]
 
 
 def test_drafts_keep_to_the_least_gap_target_and_lengthen_a_late_step_by_a_share() -> None:

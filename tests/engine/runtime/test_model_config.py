@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from engine.runtime.models import families
 from engine.runtime.models.decoder_config import parse_model_config, read_model_config
 from engine.runtime.models.families import FAMILIES
 from engine.runtime.models.spec import DecoderSpec, Llama3, Rope
@@ -42,6 +43,11 @@ def rope_of(decoder: DecoderSpec) -> Rope:
     (rope,) = decoder.ropes
     assert rope is not None
     return rope
+
+
+def test_a_family_is_a_description_of_few_lines() -> None:
+    for path in Path(families.__file__).parent.glob("*.py"):
+        assert len(path.read_text().splitlines()) <= 60, path.name
 
 
 def test_an_unknown_family_is_named_beside_the_supported_ones() -> None:

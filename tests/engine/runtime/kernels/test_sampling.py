@@ -272,7 +272,9 @@ class Verified:
         rows, drafts = len(self.asked), sum(map(len, self.drafts))
         columns = DeviceSampling.empty(rows, VOCAB, device, drafts)
         known = torch.full((rows, 64), -7, dtype=torch.int32)
-        slots, positions, before = [], [], []
+        slots: list[int] = []
+        positions: list[int] = []
+        before: list[int] = []
         for slot, (asked, (prompt, output), own) in enumerate(
             zip(self.asked, self.past, self.drafts, strict=True)
         ):
