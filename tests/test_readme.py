@@ -228,7 +228,7 @@ def test_every_option_that_is_named_exists() -> None:
 
 _OF_AN_ANSWER: Final = re.compile(r"(?:usage|error|stream_options|custom_tool_call_input)\.")
 """Fields, and events of a stream, of others' APIs."""
-_FILES_OF_OTHERS: Final = {"opencode.json", "torch.load"}
+_FILES_OF_OTHERS: Final = {"opencode.json", "ca.crt", "torch.load"}
 
 
 def _values_of_the_chart(values: Mapping[str, object], path: str = "") -> Iterator[str]:
