@@ -38,6 +38,7 @@ TARGET_PORT: Final = 8000
 PERIOD_S: Final = 0.2
 LAG_S: Final = 2.0
 END_PERIOD_S: Final = 1.0
+BEAT_S: Final = 5.0
 COMMAND_S: Final = 120.0
 
 
@@ -275,8 +276,12 @@ class Kubelet:
         return {pod.name: uid for uid, pod in self._pods.items() if not pod.is_leaving.is_set()}
 
     def _run(self) -> None:
+        beaten_s = -BEAT_S
         while not self._stop.wait(PERIOD_S):
             with contextlib.suppress(OSError):  # a busy server is asked again
+                if time.monotonic() > beaten_s + BEAT_S:
+                    self.api.beat()
+                    beaten_s = time.monotonic()
                 self._look()
 
     def _look(self) -> None:
