@@ -159,7 +159,7 @@ class Drafting:
             offers, rows, step_s, self.spare_s(by_slot, step_s, beside_prompts=False), spare
         )
         longer_s = self.host_s + sum(map(mul, drafts_s, lengths))
-        gained = sum(
+        gained: float = sum(
             any_right * tokens_of(chance, length)
             for (_, chance, _, any_right), length in zip(drafts, lengths, strict=True)
         )

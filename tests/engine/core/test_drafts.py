@@ -378,8 +378,8 @@ def test_wrong_drafts_cost_a_neighbour_next_to_nothing_once_they_are_known() -> 
 
 
 def test_wrong_drafts_count_as_served_so_that_a_neighbour_is_no_later_for_them() -> None:
-    """Both have a queue before one slot. What the drafts of the one take is taken off its own turns, once it is
-    more than any tenant may be ahead by."""
+    """Both have a queue before one slot. What the drafts of the one take is taken off its own turns, once it
+    is more than any tenant may be ahead by."""
     requests = [Request(0.0, 4, 60, tenant) for _ in range(20) for tenant in ("neighbour", "victim")]
     alone, drafted = (beside(requests, drafter, slots=1) for drafter in (None, sure))
     last = [max(each.end_s for each in outcomes) for outcomes in (alone, drafted)]
