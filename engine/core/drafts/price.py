@@ -25,11 +25,13 @@ from typing import Final, NamedTuple
 
 MATCHED: Final = (2, 4, 8)
 """The least lengths of matches that are told apart."""
-PRIORS: Final = (0.35, 0.6, 0.85, 0.98, 0.5, 0.75, 0.9)
+PRIORS: Final = (0.35, 0.6, 0.85, 0.98, 0.5, 0.75, 0.9, 0.7)
 FORCED: Final = 3
 """The kind of tokens that a grammar forces."""
 PREDICTED: Final = 4
 """The first kind of tokens that the caller predicts: of the shortest match."""
+GUESSED: Final = 7
+"""The kind of tokens that the model's MTP layer guesses."""
 PRIOR_DRAFTS: Final = 2.0
 FORGETTING: Final = 0.98
 """The weight of a step's drafts beside that of the next one's."""

@@ -1,5 +1,5 @@
 """Qwen3.5, 3.6 and 3.8, their dense text: gated delta nets, and attention with an output gate in every fourth
-layer. Images are not served: what the checkpoint has for them, and for drafts, is not read."""
+layer. Images are not served: what the checkpoint has for them is not read."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from engine.runtime.models.dense import FULL_ATTENTION, LINEAR_ATTENTION, SIZE_M
 from engine.runtime.models.family import Family, Whole
 from engine.runtime.models.rope import RopeRules
 from engine.runtime.models.spec import DecoderSpec, DeltaNet, Layer, Names
-from shared.text.model_files import NO_EFFECT, KeyMeanings, only
+from shared.text.model_files import KeyMeanings, only
 
 MROPE = "mrope_section", "mrope_interleaved"  # of images: for text alone it is plain
 SIZES = tuple(f"linear_{n}" for n in ("conv_kernel_dim", "key_head_dim", "value_head_dim", "num_key_heads"))
@@ -26,6 +26,8 @@ class Qwen35Keys(DenseKeys, frozen=True, kw_only=True):
     linear_value_head_dim: int = 128
     linear_num_key_heads: int = 16
     linear_num_value_heads: int = 32
+    mtp_num_hidden_layers: int | None = 0
+    mtp_use_dedicated_embeddings: bool | None = False
 
     also_kinds: ClassVar[tuple[str, ...]] = (LINEAR_ATTENTION,)
     rope_rules: ClassVar[RopeRules] = RopeRules(part=0.25, partial=True, also=MROPE)
@@ -34,7 +36,6 @@ class Qwen35Keys(DenseKeys, frozen=True, kw_only=True):
         "output_gate_type": only("swish"),
         "mamba_ssm_dtype": only("float32"),
         "mlp_only_layers": only([], None),
-        **dict.fromkeys(("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"), NO_EFFECT),
     }
 
     @property
@@ -60,7 +61,9 @@ def describe(hf: Qwen35Keys) -> DecoderSpec:
     full = hf.attention(FULL_ATTENTION, qk_norm="heads", output_gate=True, **biases)
     layers = (Layer(full if kind == FULL_ATTENTION else delta, hf.mlp()) for kind in hf.kinds)
     names = Names(foreign=("mtp.", "model.visual."))
-    return hf.decoder("Qwen3_5ForCausalLM", layers, norm=hf.norm(offset=1.0), names=names)
+    has_mtp = hf.mtp_num_hidden_layers == 1 and not hf.mtp_use_dedicated_embeddings
+    mtp = Layer(full, hf.mlp()) if has_mtp else None
+    return hf.decoder("Qwen3_5ForCausalLM", layers, norm=hf.norm(offset=1.0), names=names, mtp=mtp)
 
 
 WHOLE = Whole("qwen3_5", "Qwen3_5ForConditionalGeneration", "model.language_model.")
