@@ -21,8 +21,8 @@ Rules
    for which not even right drafts would pay.
 5. Of a model that has states, each draft of a step takes one of `RunnerInfo.state_windows`.
 6. Where the model guesses (`RunnerInfo.guesses_max`), a plan asks for as many guesses as will pay in the
-   next one: one takes its time in this step, and that of a draft in the next. They are asked for behind decodes
-   that nothing else leads (`engine.core.drafts.guesses`), with pages for what they may become.
+   next one: one takes its time in this step, and that of a draft in the next. They are asked for behind
+   decodes that nothing else leads (`engine.core.drafts.guesses`), with pages for what they may become.
 7. The indexes of all sequences take `ROOM` bytes at most. Those that come when it is used up draft nothing.
 """
 
@@ -186,8 +186,8 @@ class Drafting:
         lens = [decodes[slot].computed_len for slot, _, _ in asking]
         drafts_s = self.learner.drafts_s(lens, work, step_s)
         offers = [
-            Offer(guesser.chance, most, draft_s + guess_s, guesser.acceptance.is_probing)
-            for (_, guesser, most), draft_s in zip(asking, drafts_s, strict=True)
+            Offer(guesser.chance, most, own_s, guesser.acceptance.is_probing and own_s * rows < step_s)
+            for (_, guesser, most), own_s in zip(asking, (guess_s + each for each in drafts_s), strict=True)
         ]
         spare_s = self.spare_s(decodes, cost.seconds(builder.work))
         lengths = lengths_that_pay(

@@ -58,8 +58,8 @@ def time_steps(runner: Timed, step_tokens_max: int) -> tuple[TimedStep, ...]:
 
 
 def time_guesses(runner: Timed) -> float:
-    """The time of a guess of the model's MTP layer, as a part of a decode's; 0.0 without such a layer, and where
-    the context is too short to tell."""
+    """The time of a guess of the model's MTP layer, as a part of a decode's; 0.0 without such a layer, and
+    where the context is too short to tell."""
     info = runner.info
     steps = 2 * ROUNDS
     known_len = min(SHORT_LEN, info.max_model_len, info.pages * info.page_size) - steps - info.guesses_max

@@ -1,5 +1,5 @@
-"""Drafts by Qwen3.5's own MTP layer: it computes what an oracle of transformers' parts does, and no token depends
-on it."""
+"""Drafts by Qwen3.5's own MTP layer: it computes what an oracle of transformers' parts does, and no token
+depends on it."""
 
 from __future__ import annotations
 
