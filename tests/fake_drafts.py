@@ -26,10 +26,16 @@ class FakeDrafts:
     has_read: bool = True
     verified: int = 0
     right: int = 0
+    left: int = 0
+    """The tokens that its caller predicts and that may still be wrong; what it drafts meanwhile is the
+    caller's."""
+    predicted: int = 0
+    """The tokens of the draft that are."""
 
     def look(self, tokens: array[int], most: int, read_max: int) -> Proposal | None:
         self.read_len = len(tokens)
         assert self.answer[: len(tokens)] == tokens.tolist()
+        most = min(most, self.left) if self.left else most
         drafts: list[int] = []
         for at in range(len(tokens), len(tokens) + self.rng.randint(0, most)):
             is_right = at < len(self.answer) and self.rng.random() < self.right_share
@@ -37,13 +43,14 @@ class FakeDrafts:
             if token in self.stops:
                 break
             drafts.append(token)
-        return Proposal(drafts, 0.98, 0) if drafts else None
+        predicted = len(drafts) if self.left else 0
+        return Proposal(drafts, 0.98, 0, predicted=predicted) if drafts else None
 
     def forced(self) -> Proposal:
         return Proposal([], 0.98, 0)
 
     def take(self, draft: Proposal) -> None:
-        """Nothing: it knows what is right."""
+        self.predicted = draft.predicted
 
     def pass_over(self) -> None:
         """Nothing: they are offered again."""
@@ -51,4 +58,6 @@ class FakeDrafts:
     def learn(self, drafts: int, right: int) -> int:
         self.verified += drafts
         self.right += right
-        return 0
+        predicted = min(self.predicted, drafts)
+        self.left -= max(0, predicted - right)
+        return predicted

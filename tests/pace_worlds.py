@@ -6,7 +6,8 @@ arrive beside them. The scheduler is the real one, in virtual time. The laws:
 
 - no step with decodes takes longer than the largest of the gap target of those that stream, twice its decodes
   and their time over one less the share, but for copies, for a single token whose context takes longer to
-  read than that, and for the host's time for the last admission;
+  read than that, and for the host's time for the last admission; also where streams verify as many drafts as
+  they may, of which all are wrong, or all are right;
 - prompts that wait beside decodes get their share of the time: over the steps in which they wait, at least
   0.85 of it, apart from what one chunk takes. A step owes them no more than it gave where it has as many
   tokens as a step may have, or where one token more would make it longer than the rule allows, which leaves
@@ -20,19 +21,25 @@ from __future__ import annotations
 import argparse
 import random
 import sys
+from array import array
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
-from engine.contract.messages import Plan, RunResult, SamplingParams, ServiceClass
+from engine.contract.messages import Plan, RunResult, SamplingParams, ServiceClass, Want
+from engine.core.drafts.drafter import Proposal
+from engine.core.drafts.price import CHANCE_MAX
 from engine.core.estimate.cost import StepCost, Work
 from engine.core.queue.newcomers import AddSequence
 from engine.core.scheduler import Scheduler
 from engine.core.scheduler_config import SchedulerConfig
 from engine.core.sequence import Sequence
 from tests.bench import figures
+from tests.bench.engine.core_window import draft_by
 from tests.bench.engine.virtual import timed_steps
 from tests.bench.figures import at_most, figure
 from tests.fake_runner import runner_info
@@ -90,12 +97,51 @@ class Seen:
     owed_s: float = 0.0
     """The part of it that prompts were to have by their share."""
     longest_chunk_s: float = 0.0
+    drafted: int = 0
     finished: set[int] = field(default_factory=set)
 
 
-def run_world(seed: int, *, overlap: bool) -> Seen:
-    """Run one world to its end. Raises AssertionError when a law is broken."""
-    return _Running(random_world(seed), overlap=overlap).run()
+def run_world(seed: int, *, overlap: bool = False, drafts: DraftedAs | None = None) -> Seen:
+    """Run one world to its end. Raises AssertionError when a law is broken. Where steps overlap, no stream
+    drafts."""
+    return _Running(random_world(seed), overlap=overlap, drafts=drafts).run()
+
+
+SAMPLED: Final = 0
+"""The token that all answers consist of."""
+
+
+class DraftedAs(Enum):
+    """The token of which all drafts consist."""
+
+    RIGHT = SAMPLED
+    WRONG = SAMPLED + 1
+
+
+@dataclass(slots=True)
+class SureDrafts:
+    """Implements `engine.core.drafts.drafter.Drafts`: as many as may be, whose chance it overstates."""
+
+    token: int
+    size: int = 1
+    pause: int = 1
+    read_len: int = 0
+    has_read: bool = True
+
+    def look(self, tokens: array[int], most: int, read_max: int) -> Proposal | None:
+        return Proposal([self.token] * most, CHANCE_MAX, 0)
+
+    def forced(self) -> Proposal:
+        return Proposal([], CHANCE_MAX, 0)
+
+    def take(self, draft: Proposal) -> None:
+        """Nothing: it is always as sure."""
+
+    def pass_over(self) -> None:
+        """Nothing."""
+
+    def learn(self, drafts: int, right: int) -> int:
+        return 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,9 +155,12 @@ class Checked:
 
 
 class _Running:
-    def __init__(self, world: World, *, overlap: bool) -> None:
+    def __init__(self, world: World, *, overlap: bool, drafts: DraftedAs | None) -> None:
         self._world = world
-        info = runner_info(pages=4096, page_size=64, slots=64, max_model_len=8192, vocab_size=10)
+        drafts_max = 0 if drafts is None else 15
+        info = runner_info(
+            pages=4096, page_size=64, slots=64, max_model_len=8192, vocab_size=10, drafts_max=drafts_max
+        )
         info = msgspec.structs.replace(info, timed_steps=timed_steps(world.cost))
         config = SchedulerConfig(
             step_tokens_max=world.step_tokens_max,
@@ -121,6 +170,8 @@ class _Running:
             prompt_share=world.prompt_share,
         )
         self._scheduler = Scheduler(config, info)
+        if drafts is not None:
+            draft_by(self._scheduler, lambda _: SureDrafts(drafts.value))
         self._overlap = overlap
         self._now = 0.0
         self._arrived = 0
@@ -164,17 +215,24 @@ class _Running:
         decodes_s = self._world.cost.seconds(decodes)
         self._now += step_s
         self._seen.steps += 1
-        if decodes.decode_rows and (checked.waits or step_s > decodes_s):
+        drafted_s = self._world.cost.seconds(self._verifying(plan)) - decodes_s
+        self._seen.drafted += work.drafts
+        if decodes.decode_rows and (checked.waits or step_s > decodes_s + drafted_s):
+            given_s = step_s - decodes_s - drafted_s
             self._seen.waited_s += step_s
-            self._seen.computed_s += step_s - decodes_s
+            self._seen.computed_s += given_s
             by_share_s = self._world.prompt_share * step_s
-            given_s = step_s - decodes_s
             self._seen.owed_s += min(by_share_s, given_s) if checked.is_full else by_share_s
-        self._scheduler.commit(plan, RunResult([0] * plan.sampled, [], []), self._now)
+        self._scheduler.commit(plan, RunResult([SAMPLED] * plan.sampled, [], []), self._now)
 
     def _decodes(self, plan: Plan) -> Work:
         rows = [i for i, sequence in enumerate(self._rows(plan)) if sequence is not None]
         return Work.of([plan.positions[i] for i in rows], [1] * len(rows))
+
+    def _verifying(self, plan: Plan) -> Work:
+        """The decodes with their drafts."""
+        rows = [i for i, sequence in enumerate(self._rows(plan)) if sequence is not None]
+        return _of_rows(plan, rows)
 
     def _rows(self, plan: Plan) -> list[Sequence | None]:
         """The sequence of each row that is a decode, and None for a chunk of a prompt."""
@@ -196,8 +254,9 @@ class _Running:
         by_share_s = max(2.0 * decodes_s, decodes_s / (1.0 - world.prompt_share))
         most_s = max(target_s, by_share_s)
         if step_s > decodes_s:
-            self._seen.mixed += 1
-            self._seen.longest_chunk_s = max(self._seen.longest_chunk_s, step_s - decodes_s)
+            chunks_s = step_s - world.cost.seconds(self._verifying(plan))
+            self._seen.mixed += chunks_s > 0.0
+            self._seen.longest_chunk_s = max(self._seen.longest_chunk_s, chunks_s)
             excess = self._excess_s(plan)
             assert step_s <= 1.02 * most_s + excess, f"{step_s} s, and not {most_s} s"
         error = self._scheduler._learner.error
@@ -212,9 +271,7 @@ class _Running:
         longer_s = []
         for i, sequence in enumerate(self._scheduler._in_flight[plan.step].rows):
             if id(sequence) in chunks and sequence.pending_len:
-                lengths = [*plan.lengths[:i], plan.lengths[i] + 1, *plan.lengths[i + 1 :]]
-                work = Work.of(plan.positions, lengths, seats=len(plan.seated))
-                longer_s.append(self._world.cost.seconds(work))
+                longer_s.append(self._world.cost.seconds(_work_of(plan, longer=i)))
         return bool(longer_s) and min(longer_s) > room_s
 
     def _excess_s(self, plan: Plan) -> float:
@@ -236,18 +293,39 @@ class _Running:
             assert seen.computed_s >= least_s, f"prompts had {seen.computed_s} s, and not {least_s} s"
 
 
-def _work_of(plan: Plan) -> Work:
-    return Work.of(plan.positions, plan.lengths, seats=len(plan.seated))
+def _work_of(plan: Plan, longer: int | None = None) -> Work:
+    """The work of a plan, or of one whose row `longer` has one token more."""
+    return _of_rows(plan, range(len(plan.slots)), longer, seats=len(plan.seated))
+
+
+def _of_rows(plan: Plan, rows: Iterable[int], longer: int | None = None, seats: int = 0) -> Work:
+    drafts = dict(
+        zip((i for i, want in enumerate(plan.wants) if want is Want.VERIFY), plan.drafts, strict=True)
+    )
+    rows = [*rows]
+    others = [i for i in rows if i not in drafts]
+    lengths = [plan.lengths[i] + (i == longer) for i in others]
+    work = Work.of([plan.positions[i] for i in others], lengths, seats=seats)
+    verifying = [i for i in rows if i in drafts]
+    return work.verifying([plan.positions[i] for i in verifying], [drafts[i] for i in verifying])
+
+
+KINDS: Final[dict[str, dict[str, Any]]] = {
+    "plain": {},
+    "overlapped": {"overlap": True},
+    "drafts, all wrong": {"drafts": DraftedAs.WRONG},
+    "drafts, all right": {"drafts": DraftedAs.RIGHT},
+}
 
 
 def broken_laws(seed: int) -> tuple[int, list[str]]:
-    """The steps with streams and prompts of one world in both loops, and what broke a law in it."""
+    """The steps with streams and prompts of one world of each kind, and what broke a law in it."""
     mixed, broken = 0, []
-    for overlap in (False, True):
+    for name, kind in KINDS.items():
         try:
-            mixed += run_world(seed, overlap=overlap).mixed
+            mixed += run_world(seed, **kind).mixed
         except AssertionError as error:
-            broken.append(f"world {seed}, {'overlapped' if overlap else 'plain'}: {error}")
+            broken.append(f"world {seed}, {name}: {error}")
     return mixed, broken
 
 
@@ -263,7 +341,7 @@ def main(argv: list[str]) -> int:
         mixed, worlds_broken = mixed + steps, worlds_broken + bool(broken)
         sys.stderr.writelines(f"{each}\n" for each in broken)
     found = [
-        figure("worlds, each in both loops", options.count, ""),
+        figure("worlds, each of all kinds", options.count, ""),
         figure("first seed", options.first, ""),
         figure("steps with streams and prompts", mixed, ""),
         figure("worlds that broke a law", worlds_broken, "", at_most(0)),

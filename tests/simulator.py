@@ -19,8 +19,11 @@ from __future__ import annotations
 
 import math
 import random
+from array import array
 from collections import Counter
 from dataclasses import dataclass, field
+
+import msgspec
 
 from engine.contract.messages import (
     AbortSequences,
@@ -34,10 +37,13 @@ from engine.contract.messages import (
     StepOutput,
     TokenLogprobs,
 )
+from engine.contract.packing import TOKENS
+from engine.core.drafts.drafter import Drafts
 from engine.core.queue.newcomers import AddSequence
 from engine.core.queue.policy import age
 from engine.core.scheduler import Scheduler
 from engine.core.sequence import Hold, Sequence
+from engine.core.step.drafting import drafter_for
 from tests.bench.engine.core_window import draft_by, in_slot
 from tests.bench.engine.virtual import TurnWatch
 from tests.core_laws import check
@@ -67,6 +73,9 @@ class Life:
     """The time of the first plan after a deadline, by the reason with which the deadline ends it."""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    predicted: int = 0
+    """The tokens of its prediction that were right, as they were told step by step."""
+    mispredicted: int = 0
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     vector: bytes = b""
     scores: list[float] = field(default_factory=list)
@@ -146,6 +155,14 @@ class Report:
     @property
     def accepted(self) -> int:
         return sum(end.accepted for end in self.ends)
+
+    @property
+    def predicted(self) -> int:
+        return sum(life.predicted for life in self.lives)
+
+    @property
+    def mispredicted(self) -> int:
+        return sum(life.mispredicted for life in self.lives)
 
     @property
     def reasons(self) -> Counter[FinishReason]:
@@ -231,8 +248,10 @@ class _Simulation:
         """The time until which nothing happens without a message."""
         return min(self._now + self._scheduler.idle_s(self._now), self._grammars.next_at)
 
-    def _drafter_of(self, sequence: Sequence) -> FakeDrafts:
+    def _drafter_of(self, sequence: Sequence) -> Drafts:
         message, config = self._lives[sequence.handle].message, self._config
+        if sequence.prediction is not None:
+            return drafter_for(sequence)
         alone = solo(message.prompt_ids, message.sampling, config.vocab_size, message.grammar)
         return FakeDrafts(
             [*message.prompt_ids, *alone.tokens],
@@ -250,6 +269,7 @@ class _Simulation:
     def _deliver(self, message: Message) -> None:
         match message:
             case AddSequence():
+                message = self._predicting(message)
                 life = Life(message, self._now)
                 self._lives[message.handle] = self._unfinished[message.handle] = life
                 self._scheduler.add(message, self._now)
@@ -259,6 +279,19 @@ class _Simulation:
                 self._pause(handles, in_flight=0)
             case ResumeSequences(handles):
                 self._resume(handles)
+
+    def _predicting(self, message: AddSequence) -> AddSequence:
+        """The message with what its caller predicts, if it predicts anything: an answer that is nearly right,
+        or is not."""
+        config = self._config
+        rng = random.Random(message.handle)  # of its own: the worlds are the same without
+        if not config.drafts_max or rng.random() >= config.prediction_share or not _fits(message, config):
+            return message
+        answer = solo(message.prompt_ids, message.sampling, config.vocab_size, message.grammar).tokens
+        wrong = rng.choice([0.0, 0.1, 0.5, 1.0])
+        told = [rng.randrange(config.vocab_size) if rng.random() < wrong else token for token in answer]
+        del told[: rng.choice([0, 0, 3])]
+        return msgspec.structs.replace(message, prediction=array(TOKENS, told))
 
     def _check_laws(self) -> None:
         self._moments += 1
@@ -404,6 +437,9 @@ class _Simulation:
             life.tokens.append(token)
             if output.logprobs and (logprobs := output.logprobs[row]) is not None:
                 life.logprobs.append(logprobs)
+        for handle, right, wrong in output.predicted:
+            life = self._open(handle)
+            life.predicted, life.mispredicted = life.predicted + right, life.mispredicted + wrong
         for finished in output.finished:
             life = self._open(finished.handle)
             life.finished, life.finished_at = finished, self._now
@@ -426,9 +462,18 @@ class _Simulation:
         for life in self._lives.values():
             self._check_life(life)
 
+    def _check_prediction(self, life: Life, finished: Finished) -> None:
+        """Assert that no more of a prediction is charged than it has, and what is told of it is what was
+        verified."""
+        assert life.mispredicted == finished.mispredicted
+        assert life.mispredicted <= len(life.message.prediction or ())
+        assert life.predicted <= min(finished.accepted, len(life.tokens))
+        assert life.mispredicted <= finished.drafted - finished.accepted
+
     def _check_life(self, life: Life) -> None:
         message, finished = life.message, life.finished
         assert finished is not None, "a sequence never ended"
+        self._check_prediction(life, finished)
         spent_s = finished.queue_s + finished.prefill_s + finished.decode_s
         spent_s += finished.preempted_s + finished.stalled_s
         assert math.isclose(spent_s, _ended_at(life) - life.arrived_at, abs_tol=1e-9), "times do not add up"

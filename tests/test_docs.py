@@ -37,7 +37,7 @@ PAGES: Final = sorted(
     if path.name not in NO_TASKS
 )
 FIRST: Final = ROOT / "gateway/docs/first-hour.md"
-PORTS: Final = ("8000", "8001", "8002", "8010", "9090")
+PORTS: Final = ("8000", "8001", "8002", "8003", "8004", "8010", "8011", "9090")
 OF_A_CLUSTER: Final = {"helm.md", "upgrade.md"}
 LINES_MAX: Final = 75
 """A page is a screen or two."""

@@ -201,7 +201,6 @@ GATEWAY_LEVELS = (
     {
         *(
             "operators.keys",
-            "operators.inward",
             "operators.around",
             "operators.stored",
             "operators.chat_reading",

@@ -36,8 +36,7 @@ from gateway.identity.keys import hash_key
 from gateway.listen import listener
 from gateway.operators import listener as admin_listener
 from gateway.relay import stream
-from gateway.request import dispatch, pipeline
-from gateway.routing import health, retries
+from gateway.request import pipeline
 from shared import cli
 from shared.apis import chat_form, holding, patterns, schemas, structure, tools, validation
 from shared.apis.chat import ChatRequest
@@ -217,7 +216,7 @@ def test_every_module_that_is_to_be_run_is_there() -> None:
 
 def test_every_option_that_is_named_exists() -> None:
     known = {option for command in ("up", "chat", *SERVICES) for option in options_of(command)}
-    known |= options_of("keys", "create")
+    known |= options_of("keys", "create") | options_of("init")
     known |= {option for name in bench_names() for option in bench_options(name)} | options_of(
         "bench", "serve"
     )
@@ -410,54 +409,20 @@ def test_the_formulas_of_memory_are_those_of_the_code() -> None:
     assert gateway["gateway"].startswith(f"{memory.FRAGMENTATION} x `request_memory`")
     assert engine["the engine's API"].startswith(f"{memory.FRAGMENTATION} x `--request-memory`")
     stated = {process: numbers(terms) for process, terms in (gateway | engine).items()}
-    limits = LimitsConfig()
-    terms = limits.request_memory, memory.LIVE_REQUEST, memory.THREAD, memory.CONNECTION, memory.HOLDING
+    memory_max = LimitsConfig().request_memory
+    terms = memory_max, memory.LIVE_REQUEST, memory.THREAD, memory.CONNECTION, memory.HOLDING
     assert stated["gateway"][2:] == [*terms, memory.PIECES, 2 * memory.RENDERING]
-    assert known_pieces.KEPT_LEN_MAX * memory.FRAGMENTATION == memory.PIECES
     assert stated["gateway with TLS"] == [memory.TLS_LARGE, memory.HANDSHAKES_MAX, memory.TLS]
     terms_of_api = options.request_memory, memory.STREAM, memory.THREAD, 2 * memory.RENDERING
     assert stated["the engine's API"][2:] == [*terms_of_api]
     assert stated["its core, on a CPU"] == [memory.SEQUENCE, memory.TOKEN, memory.LOGIT, memory.STEP]
-    named = limits.request_memory, limits.live_max, limits.tokenizer_threads, limits.connections_max
-    most, with_tls = (memory.gateway_memory_max(*named, has_tls=has_tls) for has_tls in (False, True))
-    sums = f"With the defaults that is {most / 1024**3:.1f} GiB, and {with_tls / 1024**3:.1f} GiB with TLS."
-    assert sums in GATEWAY.read_text()
-    assert f"large ones, above {connection.LARGE_LEN // 1024} KiB," in " ".join(GATEWAY.read_text().split())
-    sockets = 2 * listener.RECEIVE_BUFFER_LEN + 2 * listener.SEND_BUFFER_LEN
-    assert sockets == memory.SOCKET
-    text = " ".join(GATEWAY.read_text().split())
-    assert f"`live_max` x {sockets // 1024} KiB for the buffers of sockets" in text
-    head = memory.HOLDING // listener.HOLDING_MAX
-    one = memory.CONNECTION + head + 2 * memory.TLS + memory.TLS_LARGE
+
+
+def test_the_parts_of_memory_are_the_bounds_of_the_code() -> None:
+    assert known_pieces.KEPT_LEN_MAX * memory.FRAGMENTATION == memory.PIECES
+    assert 2 * listener.RECEIVE_BUFFER_LEN + 2 * listener.SEND_BUFFER_LEN == memory.SOCKET
+    one = memory.CONNECTION + memory.HOLDING // listener.HOLDING_MAX + 2 * memory.TLS + memory.TLS_LARGE
     assert admin_listener.CONNECTIONS_MAX * one == memory.ADMIN
-    assert f"has {admin_listener.CONNECTIONS_MAX} connections of its own" in text
-    assert f"hold {memory.ADMIN // memory.MIB} MiB at most" in text
-
-
-def test_what_a_body_is_reckoned_as_is_what_the_code_says() -> None:
-    tokens_max = f"{holding.TOKENS_MAX:,}"
-    formula = f"`3b + {holding.VALUE_BYTES}v + {holding.TOKEN_BYTES} min(b, {tokens_max})`"
-    assert formula in " ".join(GATEWAY.read_text().split())
-    rest = 1000 * holding.VALUE_BYTES + 10_000 * holding.TOKEN_BYTES
-    for is_narrow, times in ((True, 3), (False, 9)):
-        body = holding.Census(values=1000, fields=0, strings=0, is_narrow=is_narrow)
-        assert holding.memory_of(10_000, body) == times * 10_000 + rest
-
-
-def test_the_figures_of_ejections_are_those_of_the_code() -> None:
-    text = " ".join(GATEWAY.read_text().split())
-    assert f"After {health.ROW_MAX} failures in a row" in text
-    assert (
-        f"more than half of at least {health.RATE_MIN} requests failed in {health.WINDOW_S} seconds" in text
-    )
-    assert f"left alone for {health.EJECTION_MS_MIN // 1000} seconds" in text
-    assert f"up to {health.EJECTION_MS_MAX // 1000} seconds, plus up to a quarter by chance" in text
-    assert health.JITTER == 0.25
-    part = (
-        f"at most {retries.PART_PERCENT} % of the model's requests in progress at a time, or {retries.FLOOR}."
-    )
-    assert part in text
-    assert dispatch.REPEATS_MAX == 1
 
 
 # -- what a caller and an operator are told -------------------------------------------------------

@@ -92,6 +92,9 @@ class SimConfig:
     """The most guesses of the model's own."""
     right_share: float = 0.7
     """The share of drafted tokens that are right."""
+    prediction_share: float = 0.3
+    """Where there are drafts: the share of sequences whose caller predicts the answer, nearly right or
+    not."""
     fails: bool = True
     """True if the model fails numerically for some sequences."""
     prompt_logprobs_share: float = 0.15

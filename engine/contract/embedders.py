@@ -8,9 +8,9 @@ the operator by a setting.
 
 Rules:
 
-1. A vector is what sentence-transformers (6.2) makes of the same tokens. What is not implemented is refused by
-   name, as `engine.runtime.models.decoder_config` has it of config.json: a vector that is slightly another is
-   found by nobody.
+1. A vector is what sentence-transformers (6.2) makes of the same tokens. What is not implemented is refused
+   by name, as `engine.runtime.models.decoder_config` has it of config.json: a vector that is slightly another
+   is found by nobody.
 2. A model with a modules.json embeds and does nothing else: its checkpoint has no head.
 3. A prompt's vector is of all its tokens. What sentence-transformers puts before a text (`prompts`), a caller
    sends as part of it.

@@ -97,7 +97,8 @@ class SamplingParams(msgspec.Struct, array_like=True, frozen=True):
     the prefix cache, because cached positions are not computed and so have no logits."""
     vector_len: int = 0
     """The numbers of the prompt's vector, where that is asked for; 0: it is not. Then `max_tokens` is 0. Such
-    a sequence takes nothing from the prefix cache and leaves nothing there: its vector may be of all tokens."""
+    a sequence takes nothing from the prefix cache and leaves nothing there: its vector may be of all
+    tokens."""
     scored: bytes = b""
     """Token ids, packed, whose log-probabilities behind the prompt are asked for; b"": none are. Then
     `max_tokens` is 0: nothing is sampled."""
@@ -269,7 +270,13 @@ class RunnerInfo(msgspec.Struct, array_like=True, frozen=True):
     state_copy_s: float = 0.0
     """Time to copy a state to its place or back, measured while warming up, in seconds; 0.0: not measured."""
     drafts_max: int = 0
-    """The most drafts that a row can verify, with the same tokens as without, to the bit; 0: none."""
+    """The most drafts that a row can verify, with the same tokens as without; 0: none. By a CPU they are the
+    same to the bit, by a GPU as far as in any other batch (`engine.runtime.device.device_runner`)."""
+    drafts_together: int = 0
+    """The most drafts of a step, over all rows; 0: as many as there is room for tokens."""
+    verify_shapes: list[int] = []
+    """The numbers of tokens to one of which a step without prompts in which rows verify drafts is padded,
+    ascending. A step of more tokens is not padded."""
     vector_len: int = 0
     """The numbers of the vector that it makes of a prompt (`engine.contract.embedders`); 0: it makes none."""
     guesses_max: int = 0
@@ -598,8 +605,8 @@ class RunResult(msgspec.Struct, array_like=True, frozen=True):
     """For each slot that asked: the slot, and for each prompt position computed in this step the
     log-probabilities of the prompt token that follows it. The prompt's last position has no follower."""
     vectors: list[tuple[int, bytes]] = []
-    """For each slot that asked and whose prompt was completed in this step: the slot, and the prompt's vector,
-    `vector_len` numbers as little-endian float32; b"" where they are not finite."""
+    """For each slot that asked and whose prompt was completed in this step: the slot, and the prompt's
+    vector, `vector_len` numbers as little-endian float32; b"" where they are not finite."""
     scores: list[tuple[int, list[float]]] = []
     """For each slot that asked and whose prompt was completed in this step: the slot, and the
     log-probabilities of its `SamplingParams.scored`; NaN where the logits were not finite."""

@@ -98,6 +98,9 @@ GONE: Final = {
     "issuers[].refresh_s": "gone: it is 300 seconds",
     "issuers[].refetch_s": "gone: it is 1 second",
     "issuers[].stale_s": "gone: it is 3600 seconds",
+    **dict.fromkeys(
+        ("keys[].key", "admin.keys[].key"), "`hash`, of the key: `penstock keys mint` shows both"
+    ),
     **{
         f"models[].discovery.kubernetes.{name}_file": "gone: it is where Kubernetes puts it"
         for name in ("token", "ca", "namespace")

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import math
+import random
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from engine.contract.messages import (
     AddRequest,
@@ -20,17 +22,22 @@ from engine.contract.messages import (
     CoreOutput,
     CoreReady,
     Finished,
+    FinishReason,
     Pending,
     Plan,
     RunnerInfo,
     StepOutput,
+    Want,
 )
 from engine.core.loop import CoreLoop, last_words
 from engine.core.queue.newcomers import sequences_of
 from engine.core.scheduler_config import SchedulerConfig
+from engine.core.sequence import Hold, Sequence
 from shared.process.clock import Clock
 from tests.async_runner import AsyncRunner
-from tests.fake_runner import FakeRunner
+from tests.bench.engine.core_window import draft_by
+from tests.fake_drafts import FakeDrafts
+from tests.fake_runner import FakeRunner, solo
 
 
 class Broken(Exception):
@@ -53,6 +60,13 @@ class Computed:
     """The number of tokens that plans had the runner sample, by handle."""
     tokens: Counter[int] = field(default_factory=Counter)
     """The number of tokens that were reported, by handle."""
+    verified_at: dict[int, int] = field(default_factory=dict)
+    """The position of the newest row that verified drafts, by handle."""
+    prediction_lens: dict[int, int] = field(default_factory=dict)
+    """The tokens that the caller predicts, by handle."""
+    predicted: Counter[int] = field(default_factory=Counter)
+    mispredicted: Counter[int] = field(default_factory=Counter)
+    """The number of these that were right, and wrong, by handle."""
     ends: dict[int, Finished] = field(default_factory=dict)
 
 
@@ -96,6 +110,14 @@ class BreakableRunner:
         return self._runner.launch(plan)
 
 
+def _drafter_of(vocab_size: int, sequence: Sequence) -> FakeDrafts:
+    """Drafts of which some are right: the caller's as long as there are any."""
+    sampling, prompt = sequence.sampling, [*sequence.tokens[: sequence.prompt_len]]
+    answer = [*prompt, *solo(prompt, sampling, vocab_size).tokens]
+    rng, left = random.Random(sampling.seed), len(sequence.prediction or ())
+    return FakeDrafts(answer, sampling.stop_token_ids, vocab_size, 0.8, rng, left=left)
+
+
 class InProcessCore:
     """A `CoreLink` to a core in the same event loop."""
 
@@ -118,6 +140,8 @@ class InProcessCore:
         self._loop = CoreLoop(self.runner, self._inbox, self._outbox, config, clock, overlap=overlap)
         self._step = self._loop._overlapped_step if overlap else self._loop._plain_step
         self.scheduler = self._loop._scheduler
+        if info.drafts_max:
+            draft_by(self.scheduler, partial(_drafter_of, info.vocab_size))
 
     def _count_rows(self, plan: Plan) -> None:
         rows = self.scheduler._in_flight[plan.step].rows
@@ -125,14 +149,17 @@ class InProcessCore:
         for sequence, position, length, want in columns:
             handle = sequence.handle
             computed = self.computed[self._requests[handle]]
+            if want is Want.VERIFY:  # what is behind the first counts once it turns out right
+                length, computed.verified_at[handle] = 1, position
             computed.rows_len[handle] += length
             computed.positions[handle].update(range(position, position + length))
-            computed.sampled[handle] += want
+            computed.sampled[handle] += want is not Want.NOTHING
 
     def _unread(self) -> list[int]:
-        """The slots of paused sequences."""
-        sequences = [s for s in self.scheduler._sequences.values() if s.slot is not None]
-        return [s.slot for s in sequences if s.is_paused and s.slot is not None]
+        """The slots of sequences that are paused, or verify drafts in the step before."""
+        sequences = self.scheduler._allocator.running.values()
+        held = (Hold.PAUSED, Hold.DRAFTS)
+        return [s.slot for s in sequences if s.hold in held and s.slot is not None]
 
     # -- CoreLink ---------------------------------------------------------------------------------
 
@@ -151,6 +178,7 @@ class InProcessCore:
             self._requests[added.handle] = added.request_id
             computed = self.computed.setdefault(added.request_id, Computed())
             computed.prompt_lens[added.handle] = len(added.prompt_ids)
+            computed.prediction_lens[added.handle] = len(added.prediction or ())
         self._inbox.put(message)
 
     async def close(self, grace_s: float) -> None:
@@ -202,7 +230,18 @@ class InProcessCore:
         for started in step.started:
             computed = self.computed[self._requests[started.handle]]
             computed.cached_lens[started.handle] = started.cached_len
-        for handle in step.handles:
-            self.computed[self._requests[handle]].tokens[handle] += 1
+        failed = {each.handle for each in step.finished if each.reason is FinishReason.NUMERIC}
+        for handle, tokens in Counter(step.handles).items():
+            computed = self.computed[self._requests[handle]]
+            computed.tokens[handle] += tokens
+            if right := tokens - (handle not in failed):  # of a row that verified
+                computed.rows_len[handle] += right
+                at = computed.verified_at[handle]
+                computed.positions[handle].update(range(at + 1, at + 1 + right))
+                computed.sampled[handle] += right
+        for handle, right, wrong in step.predicted:
+            computed = self.computed[self._requests[handle]]
+            computed.predicted[handle] += right
+            computed.mispredicted[handle] += wrong
         for finished in step.finished:
             self.computed[self._requests[finished.handle]].ends[finished.handle] = finished

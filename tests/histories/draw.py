@@ -124,6 +124,8 @@ class Setting:
     max_queue_len: int
     stall_deadline_s: float
     prefix_cache: bool
+    drafts_max: int
+    """The most drafts that a row verifies; 0: none."""
     timeouts: dict[str, float]
     completion_estimate: int
     histories: tuple[History, ...]
@@ -180,6 +182,7 @@ def draw_setting(seed: int, requests: int) -> Setting:
         max_queue_len=rng.choice([6, 200, 200]),
         stall_deadline_s=rng.choice([0.4, 1.0]),
         prefix_cache=rng.random() < 0.8,
+        drafts_max=(0, 3, 15)[seed % 3],
         timeouts=timeouts,
         completion_estimate=rng.choice([4, 30]),
         histories=tuple(_history(rng, f"h{seed}-{number}") for number in range(requests)),
@@ -250,6 +253,9 @@ def _chat(rng: random.Random, slow: bool) -> tuple[str, Json]:
     fields: Json = {"messages": [{"role": "user", "content": _text(rng)}]}
     if slow or rng.random() < 0.1:
         fields |= {"logprobs": True, "top_logprobs": 20 if slow else rng.randint(0, 2)}
+    own = random.Random(rng.getstate()[1][0])  # the other requests are the same without
+    if own.random() < 0.4:
+        fields["prediction"] = {"type": "content", "content": _text(own)}
     return "/v1/chat/completions", fields
 
 

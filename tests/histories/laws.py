@@ -8,10 +8,12 @@
    answer was not read.
 3. The engine's line reports the tokens that its core had the runner sample, to the token, whatever the end:
    all but those that were under way when the sequence ended by itself, by a stop token or in an error, and
-   those behind a stop string; and each prompt of which a choice has begun. Behind the last token by
-   `max_tokens`, none is sampled. Where a core died or hung, the line reports no more than that.
+   those behind a stop string; and each prompt of which a choice has begun; and of what the caller predicts
+   what was verified and wrong, which is no more than it predicts. Behind the last token by `max_tokens`, none
+   is sampled. Where a core died or hung, the line reports no more than that.
 4. What an engine sampled is what its metric says, and what of it no line reports is what its metric of
-   uncharged tokens names as late, or as sampled behind a prompt that was only scored; what was computed again
+   uncharged tokens names as late, or as sampled behind a prompt that was only scored; drafts that were wrong
+   are named, too, unless the caller predicted them and they are charged; what was computed again
    after a preemption is named as well, to the token; and nothing else that was computed is neither charged
    nor named.
 5. The usage in an answer that was read to its end is the number of tokens charged.
@@ -94,6 +96,8 @@ def check(remains: Remains) -> Counter[str]:
     assert not unexpected, unexpected
     assert not remains.kept, f"still there: {remains.kept}"
     tally.update({"preemption": remains.preemptions, "prefix hit": remains.hit_tokens})
+    tally["mispredicted"] = sum(map(_rejected, remains.engine_lines))
+    tally["predicted"] = sum(int(line.get("accepted_prediction_tokens", 0)) for line in remains.engine_lines)
     tally.update(str(trouble) for trouble in remains.troubled)
     tally.update({f"uncharged: {reason}": tokens for reason, tokens in remains.uncharged.items()})
     return tally
@@ -170,8 +174,9 @@ def _check_account(remains: Remains, told: Told) -> None:
     """Assert law 3 for all engines that were asked together, since the lines do not name the engine."""
     request_id = told.history.request_id
     accounts = [computed[request_id] for computed in remains.computed if request_id in computed]
-    told_of = sum(int(line.get("completion_tokens", 0)) for line in told.engine)
+    told_of = sum(_answered(line) for line in told.engine)
     assert told_of <= sum(account.sampled.total() for account in accounts), "more is told than was computed"
+    _check_predictions(remains, told, accounts)
     if remains.troubled & UNHEARD:
         return
     for account in accounts:
@@ -182,6 +187,19 @@ def _check_account(remains: Remains, told: Told) -> None:
     owed = sum(_owed(account) for account in accounts)
     if "stop" not in fields:  # else what comes behind the string is not told
         assert told_of == owed, "what is told is not what was computed"
+
+
+def _check_predictions(remains: Remains, told: Told, accounts: list[Computed]) -> None:
+    """Assert that what was wrong of a prediction is told, and that it is no more than was predicted."""
+    wrong = sum(_rejected(line) for line in told.engine)
+    right = sum(int(line.get("accepted_prediction_tokens", 0)) for line in told.engine)
+    for account in accounts:
+        assert all(account.mispredicted[at] <= most for at, most in account.prediction_lens.items())
+    verified = sum(account.mispredicted.total() for account in accounts)
+    assert wrong <= verified, "more of a prediction is told as wrong than was"
+    assert right <= sum(account.predicted.total() for account in accounts)
+    if not remains.troubled & UNHEARD and "stop" not in msgspec.json.decode(told.history.body):
+        assert wrong == verified, "what was wrong of a prediction is untold"
 
 
 def _check_why(remains: Remains, told: Told, line: Line) -> None:
@@ -216,6 +234,15 @@ def _check_ends(account: Computed) -> None:
         assert end.again_tokens == again, "what was computed again is named otherwise"
 
 
+def _rejected(engine_line: Line) -> int:
+    return int(engine_line.get("rejected_prediction_tokens", 0))
+
+
+def _answered(engine_line: Line) -> int:
+    """The tokens of answers that an engine's line tells of."""
+    return int(engine_line.get("completion_tokens", 0)) - _rejected(engine_line)
+
+
 def _owed(account: Computed) -> int:
     """The tokens that a request without stop strings is charged for its answers."""
     ends = account.ends.values()
@@ -237,11 +264,16 @@ def _check_late(remains: Remains) -> None:
     accounts = [pair for computed in remains.computed for pair in computed.items()]
     sampled = sum(account.sampled.total() for _, account in accounts)
     assert sampled == remains.generated, "the metric of sampled tokens is not what was sampled"
-    told_of = sum(int(line.get("completion_tokens", 0)) for line in remains.engine_lines)
+    told_of = sum(_answered(line) for line in remains.engine_lines)
     named = remains.uncharged["late"]
     assert sampled == told_of + named, "sampled tokens are neither charged nor named"
     told_of += sum(int(line.get("prompt_tokens", 0)) for line in remains.engine_lines)
-    computed = sum(account.rows_len.total() for _, account in accounts)
+    rejected = sum(map(_rejected, remains.engine_lines))
+    ends = [end for _, account in accounts for end in account.ends.values()]
+    wrong = sum(end.drafted - end.accepted for end in ends)
+    assert wrong == rejected + remains.uncharged["draft"], "wrong drafts are neither charged nor named"
+    told_of += rejected
+    computed = wrong + sum(account.rows_len.total() for _, account in accounts)
     assert computed <= told_of + remains.uncharged.total(), "tokens are neither charged nor named"
 
 

@@ -298,6 +298,7 @@ class _World:
             slots=setting.slots,
             max_model_len=CONTEXT_LEN,
             vocab_size=tokenizer.vocab_size,
+            drafts_max=setting.drafts_max,
         )
         config = SchedulerConfig(
             step_tokens_max=setting.step_tokens_max,
@@ -391,7 +392,7 @@ class _World:
             remains.computed.append(replica.core.computed)
             metrics = replica.engine.state.metrics
             remains.generated += round(metrics.generated_tokens.value())
-            for reason in ("late", "preempted", "choice"):
+            for reason in ("late", "preempted", "choice", "draft"):
                 remains.uncharged[reason] += round(metrics.uncharged_tokens.value(reason))
             stats = replica.core.scheduler.stats()
             remains.preemptions += stats.preemptions

@@ -98,6 +98,8 @@ class Generation:
     """True once the events of a stream were written that come before any of its answer."""
     _is_silent = True
     """True if no event was written since the keep-alives' timer went off last."""
+    _predicts: bool
+    """True if the caller predicts its answers."""
     _beats: Timer | None = None
     """That timer. None where the stream has none."""
 
@@ -117,13 +119,10 @@ class Generation:
         self._streams = asked.streams
         self._api = asked.api
         self._is_open = not asked.api.opens_early
-        self._n = asked.n
-        self._share = asked.share
+        self._n, self._share = asked.n, asked.share
         self._prompts, self._sampling = asked.prompts, asked.choices[0].sampling
         self._grammar, self._grammar_kind = asked.form.grammar, asked.form.kind
-        self._prediction = asked.prediction
-        self._predicts = asked.prediction is not None
-        """True if the caller predicts its answers."""
+        self._prediction, self._predicts = asked.prediction or b"", asked.prediction is not None
         reading = asked.form.reading
         self._reads = reading is not None
         """True if its answers have parts of several kinds."""
@@ -165,7 +164,7 @@ class Generation:
             with self._deadlines.watch(self._expire, self._is_waiting):
                 prompts, self._prompts = self._prompts, []
                 grammar, self._grammar = self._grammar, ""
-                prediction, self._prediction = self._prediction or b"", None
+                prediction, self._prediction = self._prediction, b""
                 self._handles = self._state.core.submit(
                     self._exchange.request_id,
                     prompts,

@@ -30,7 +30,7 @@ PAUSE_MAX: Final = 4
 """The most tokens that pass from one look that finds nothing to the next."""
 
 
-class Place(NamedTuple):
+class FoundPlace(NamedTuple):
     """Where the newest tokens stand in the prediction."""
 
     at: int
@@ -74,7 +74,7 @@ class Places:
                     later[at], heads[key] = heads[key], at
         return end - start
 
-    def find(self, tokens: array[int], behind: int) -> Place | None:
+    def find(self, tokens: array[int], behind: int) -> FoundPlace | None:
         """Where the newest of these tokens stand: behind that place, else before it. All must be read."""
         assert not self.unread
         for n, heads, later in zip(LEVELS, self._heads, self._later, strict=True):
@@ -92,7 +92,7 @@ class Places:
                 if not at:
                     break
                 if self._tokens[at - n : at] == newest:
-                    return Place(at, n)
+                    return FoundPlace(at, n)
                 at = later[at]
         return None
 

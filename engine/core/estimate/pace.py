@@ -35,6 +35,11 @@ their estimates (`engine.core.estimate.cost`). Good estimates earn longer chunks
 - What a step overspends, as for copies of pages and for the last admission, is debt: prompts pay it in the
   steps after it. (Admissions take the host's time: a flood of requests of one token is bounded by it.)
 
+- Drafts that streams verify (`engine.core.step.drafting`) are no part of `D`: `P` is for them and for
+prompts. Where prompts wait, drafts have nothing of the second part of the rule, and of what the first is
+beyond that they leave prompts the share `phi` (`drafts_s`). So prompts have that share of the time in any
+case.
+
 Hence the law: **no step takes longer than max(tau, 2 D)**, or max(tau, D / (1 - phi)) where the operator sets
 a `phi` above one half, but for an error of the estimate beyond `m` and for the two exceptions above.
 
@@ -69,6 +74,10 @@ class PrefillBudget:
     longest_s: float
     """The longest time to which credit may extend it."""
 
+    def beside(self, drafts_s: float) -> PrefillBudget:
+        """What drafts leave of it that take so long."""
+        return PrefillBudget(self.seconds - drafts_s, self.longest_s - drafts_s)
+
 
 @dataclass(frozen=True, slots=True)
 class Credit:
@@ -87,6 +96,12 @@ def prompt_budget(gap_target_s: float, decodes_s: float, share: float, error: fl
     by_share_s = share / (1.0 - share) * decodes_s / (1.0 + error)
     seconds = min(max(by_target_s, by_share_s), STEP_S_MAX)
     return PrefillBudget(seconds, max(seconds, decodes_s / (1.0 + error)))
+
+
+def drafts_s(gap_target_s: float, decodes_s: float, share: float, error: float) -> float:
+    """The time of a step in which prompts wait that drafts may take."""
+    least_s = prompt_budget(0.0, decodes_s, share, error).seconds
+    return (1.0 - share) * (prompt_budget(gap_target_s, decodes_s, share, error).seconds - least_s)
 
 
 def time_with_credit_s(budget: PrefillBudget, credit: Credit) -> float:

@@ -58,6 +58,11 @@ class Rate:
     tokens_max: int
     """The tokens that prompts may have in it."""
 
+    def beside(self, drafts_s: float) -> Rate:
+        """The rate beside drafts that take so long, and are in the time of prompts."""
+        prompts_s = self.prompts_s - drafts_s
+        return Rate(self.decodes_s + drafts_s, prompts_s, self.streams, self.tokens_max)
+
 
 def prefill_s(cost: StepCost, rate: Rate, position: int, length: int) -> float:
     """The time until `length` tokens from `position` on are computed at this rate, in seconds."""

@@ -7,7 +7,8 @@ Rules
 
 1. What drafts add to a step keeps to the gap target of the classes that stream in it, or, where that cannot
    be kept without drafts either, to the share `LATE_SHARE` of the step: streams that draft nothing see that
-   gap, too. They take `TOKENS_SHARE` of the tokens that decodes leave at most: the others are for prompts.
+   gap, too. Where prompts wait it is a part of their time, by the rule of `engine.core.estimate.pace`. They
+   take `TOKENS_SHARE` of the tokens that decodes leave at most: the others are for prompts.
 2. No sequence is preempted for drafts, and no page is taken that a running one may lack next.
 3. A sequence drafts what stands behind its newest token. So it does where nothing of it is in flight, and
    sits out the plans that are made while its drafts are verified (`Hold.DRAFTS`): it is not known where they
@@ -19,7 +20,8 @@ Rules
 4. A look costs some 5 us of the core's thread, and to read a token 0.5 us, of which `READ_MAX` are read in a
    plan at most. Those whose looks find nothing are looked at more rarely (`Drafts.pause`), and so are those
    for which not even right drafts would pay.
-5. Of a model that has states, each draft of a step takes one of `RunnerInfo.state_windows`.
+5. Of a model that has states, each draft of a step takes one of `RunnerInfo.state_windows`; of others, a
+   runner may have room for so many (`RunnerInfo.drafts_together`).
 6. Where the model guesses (`RunnerInfo.guesses_max`), a plan asks for as many guesses as will pay in the
    next one: one takes its time in this step, and that of a draft in the next. They are asked for behind
    decodes that nothing else leads (`engine.core.drafts.guesses`), with pages for what they may become.
@@ -37,6 +39,7 @@ from engine.core.drafts.drafter import Drafts, NGramDrafts, Proposal
 from engine.core.drafts.guesses import GuessDrafts
 from engine.core.drafts.prediction import PredictionDrafts
 from engine.core.drafts.price import Offer, lengths_that_pay
+from engine.core.estimate import pace
 from engine.core.estimate.cost import CostLearner, Work
 from engine.core.scheduler_config import SchedulerConfig
 from engine.core.sequence import Sequence
@@ -93,18 +96,30 @@ class Drafting:
     drafter_of: Callable[[Sequence], Drafts] = drafter_for
 
     def add(
-        self, builder: PlanBuilder, decodes: dict[int, Sequence], due: list[Sequence], now: float
+        self,
+        builder: PlanBuilder,
+        decodes: dict[int, Sequence],
+        due: list[Sequence],
+        now: float,
+        *,
+        beside_prompts: bool,
     ) -> None:
-        """Add rows for the decodes, by slot, of which those in `due` are to be looked at for drafts."""
-        self._add_rows(builder, decodes, due, now)
+        """Add rows for the decodes, by slot, of which those in `due` are to be looked at for drafts.
+        `beside_prompts`: prompts may have a part of the step."""
+        self._add_rows(builder, decodes, due, now, beside_prompts)
         if self.runner.guesses_max:
-            self._ask(builder, decodes, now)
+            self._ask(builder, decodes, now, beside_prompts)
 
     def _add_rows(
-        self, builder: PlanBuilder, decodes: dict[int, Sequence], due: list[Sequence], now: float
+        self,
+        builder: PlanBuilder,
+        decodes: dict[int, Sequence],
+        due: list[Sequence],
+        now: float,
+        beside_prompts: bool,
     ) -> None:
         looks = self._looked_at(due, self.spare_drafts(builder.tokens_left, len(decodes)))
-        drafts = self._chosen(looks, builder, decodes, now) if looks else {}
+        drafts = self._chosen(looks, builder, decodes, now, beside_prompts) if looks else {}
         if not drafts:
             builder.add_decodes(decodes)
             return
@@ -168,7 +183,9 @@ class Drafting:
         sequence.drafter = drafter
         return drafter
 
-    def _ask(self, builder: PlanBuilder, decodes: Mapping[int, Sequence], now: float) -> None:
+    def _ask(
+        self, builder: PlanBuilder, decodes: Mapping[int, Sequence], now: float, beside_prompts: bool
+    ) -> None:
         """Ask for the guesses that will pay as drafts of the next step (rule 6)."""
         verifying = dict(zip(builder.slots[builder.decodes :], builder.drafts, strict=False))
         asking: list[tuple[int, GuessDrafts, int]] = []
@@ -189,7 +206,7 @@ class Drafting:
             Offer(guesser.chance, most, own_s, guesser.acceptance.is_probing and own_s * rows < step_s)
             for (_, guesser, most), own_s in zip(asking, (guess_s + each for each in drafts_s), strict=True)
         ]
-        spare_s = self.spare_s(decodes, cost.seconds(builder.work))
+        spare_s = self.spare_s(decodes, cost.seconds(builder.work), beside_prompts=beside_prompts)
         lengths = lengths_that_pay(
             offers, rows, step_s, spare_s, self.spare_drafts(builder.tokens_left + rows, rows)
         )
@@ -208,6 +225,7 @@ class Drafting:
         builder: PlanBuilder,
         decodes: Mapping[int, Sequence],
         now: float,
+        beside_prompts: bool,
     ) -> dict[int, list[int]]:
         """The drafts that pay of those that were found, by slot, as far as there are pages for them."""
         cost, rows = self.learner.known, len(decodes)
@@ -220,7 +238,8 @@ class Drafting:
             for (_, draft), draft_s in zip(looks, drafts_s, strict=True)
         ]
         spare = self.spare_drafts(builder.tokens_left, rows)
-        lengths = lengths_that_pay(offers, rows, step_s, self.spare_s(decodes, step_s), spare)
+        spare_s = self.spare_s(decodes, step_s, beside_prompts=beside_prompts)
+        lengths = lengths_that_pay(offers, rows, step_s, spare_s, spare)
         drafts: dict[int, list[int]] = {}
         for (sequence, draft), offer, length in zip(looks, offers, lengths, strict=True):
             drafter, slot = sequence.drafter, sequence.slot
@@ -239,11 +258,15 @@ class Drafting:
     def spare_drafts(self, tokens_left: int, decodes: int) -> int:
         """The drafts that a step has room for: of what the decodes leave the rest is for prompts (rule 1)."""
         spare = int(TOKENS_SHARE * (tokens_left - decodes))
-        return min(spare, self.runner.state_windows) if self.runner.state_bytes else spare
+        if self.runner.state_bytes:
+            return min(spare, self.runner.state_windows)
+        return min(spare, self.runner.drafts_together or spare)
 
-    def spare_s(self, decodes: Mapping[int, Sequence], step_s: float) -> float:
+    def spare_s(self, decodes: Mapping[int, Sequence], step_s: float, *, beside_prompts: bool) -> float:
         """The time by which drafts may make a step longer (rule 1)."""
-        targets = self.config.gap_targets_s
+        targets, error = self.config.gap_targets_s, self.learner.error
         target_s = min(targets[sequence.service_class] for sequence in decodes.values())
-        spare_s = target_s / (1.0 + self.learner.error) - step_s
+        if beside_prompts:
+            return pace.drafts_s(target_s, step_s, self.config.prompt_share, error)
+        spare_s = target_s / (1.0 + error) - step_s
         return spare_s if spare_s > 0.0 else LATE_SHARE * step_s

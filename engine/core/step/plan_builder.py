@@ -114,6 +114,15 @@ class PlanBuilder:
         others = Work.of(positions, self.lengths[:first] + self.lengths[behind:], *own)
         return others.verifying(self.positions[first:behind], self.drafts)
 
+    def decodes_s(self, cost: StepCost) -> tuple[float, float]:
+        """The time of a step of the decodes alone, and what their drafts add to it: before prompts have
+        rows."""
+        step_s = cost.seconds(self.work)
+        if not self.drafts:
+            return step_s, 0.0
+        alone = Work.of(self.positions, [1] * len(self.rows), self.copied_pages)
+        return (decodes_s := cost.seconds(alone)), max(0.0, step_s - decodes_s)
+
     @property
     def asked_guesses(self) -> list[int]:
         """As `Plan.guesses` has them."""

@@ -147,9 +147,15 @@ class Planner:
                 sequence.expected_len = pending_len
                 builder.prefills.append(sequence)
         if self.drafting is not None and (due or (decodes and self.runner.guesses_max)):
-            self.drafting.add(builder, decodes, due, now)
+            self.drafting.add(builder, decodes, due, now, beside_prompts=self._has_prompts(builder, now))
         else:
             builder.add_decodes(decodes)
+
+    def _has_prompts(self, builder: PlanBuilder, now: float) -> bool:
+        """True if prompts run, or wait and may be admitted, so that drafts leave them their time."""
+        if builder.prefills or not any(self.waiting.queues.values()):
+            return bool(builder.prefills)
+        return self.allocator.has_free_slot or self.allocator.may_preempt(now)
 
     def _plan_prompts(self, builder: PlanBuilder, news: News, now: float) -> None:
         """Spend what the decodes left, by rank: on admissions and on chunks of running sequences."""
@@ -158,9 +164,11 @@ class Planner:
             self.credit = Credit()
             return  # the usual step
         circumstances = self._circumstances(now, waiting)
-        budget = self._budget(builder.rows, decodes_s := circumstances.cost.seconds(builder.work))
-        builder.open_to_prompts(budget, self.credit, circumstances.cost)
-        self._hurry(builder, Rate(decodes_s, budget.seconds, len(builder.rows), builder.tokens_left), now)
+        decodes_s, drafts_s = builder.decodes_s(circumstances.cost)
+        budget = self._budget(builder.rows, decodes_s)
+        builder.open_to_prompts(budget.beside(drafts_s), self.credit, circumstances.cost)
+        rate = Rate(decodes_s, budget.seconds, len(builder.rows), builder.tokens_left)
+        self._hurry(builder, rate, drafts_s, now)
         if self.allocator.has_free_slot or self.allocator.may_preempt(
             now
         ):  # else ranking would change nothing
@@ -181,10 +189,11 @@ class Planner:
 
     # -- first-token deadlines --------------------------------------------------------------------
 
-    def _hurry(self, builder: PlanBuilder, rate: Rate, now: float) -> None:
+    def _hurry(self, builder: PlanBuilder, rate: Rate, drafts_s: float, now: float) -> None:
         """Choose the prompt that is hurried, if one is: what would miss its deadline, by rule 2 of
-        `engine.core.queue.deadlines`."""
-        fast = deadlines.hurried(rate, self.learner.error)
+        `engine.core.queue.deadlines`. `rate` is that without drafts, which take `drafts_s`."""
+        fast = deadlines.hurried(rate, self.learner.error).beside(drafts_s)
+        rate = rate.beside(drafts_s)
         if fast.prompts_s <= rate.prompts_s:
             return
         first_token_by = math.inf

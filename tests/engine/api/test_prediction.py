@@ -167,10 +167,12 @@ async def test_what_is_no_prediction_is_refused_by_its_field(
 
 async def test_the_longest_prediction_is_taken_and_unknown_fields_within_are_named(served: Served) -> None:
     served.says(TEXT)
-    prediction = {"type": "content", "content": [{"type": "text", "text": "é" * (PREDICTION_LEN_MAX // 2)}]}
+    prediction: dict[str, Any] = {"type": "content"}
+    prediction["content"] = [{"type": "text", "text": "é" * (PREDICTION_LEN_MAX // 2)}]
     response = await served.http.post("/v1/chat/completions", json={**CHAT, "prediction": prediction})
     assert response.status_code == 200
-    prediction = {"type": "content", "content": [{"type": "text", "text": "x", "zzz": 1}], "yyy": 2}
+    part = {"type": "text", "text": "x", "zzz": 1}
+    prediction = {"type": "content", "content": [part], "yyy": 2}
     response = await served.http.post("/v1/chat/completions", json={**CHAT, "prediction": prediction})
     assert response.headers["x-penstock-ignored-fields"] == "prediction.yyy, prediction.content.zzz"
 

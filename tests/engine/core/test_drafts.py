@@ -6,16 +6,19 @@ from __future__ import annotations
 import math
 import random
 from array import array
+from dataclasses import dataclass
 from typing import Any, cast
 
 import pytest
 
 from engine.config import EngineConfig
-from engine.contract.messages import ServiceClass
+from engine.contract.messages import ServiceClass, agreed
 from engine.core.drafts.drafter import NGramDrafts
 from engine.core.drafts.guesses import GuessDrafts
 from engine.core.drafts.ngrams import LEVELS, NGrams
-from engine.core.drafts.price import GUESSED, Acceptance, Offer, lengths_that_pay
+from engine.core.drafts.prediction import WALK_MAX, Places, PredictionDrafts
+from engine.core.drafts.price import GUESSED, PREDICTED, Acceptance, Offer, lengths_that_pay
+from engine.core.estimate import pace
 from engine.core.estimate.cost import CostLearner, StepCost
 from engine.core.scheduler_config import SchedulerConfig
 from engine.core.step.allocator import Allocator
@@ -84,6 +87,145 @@ def test_nothing_is_drafted_from_an_end_on() -> None:
     assert draft is not None
     assert draft.tokens == [9]
     assert NGramDrafts(64, stops=(9,)).look(array(TOKENS, [1, 2, 9, 3, 4, 1, 2]), 4, 64) is None
+
+
+# -- what the caller predicts ---------------------------------------------------------------------
+
+FILE = random.Random(7).choices(range(100, 900), k=400)
+STOP = 1
+
+
+@dataclass
+class Answering:
+    """A sequence that answers, token by token, and verifies what is drafted for it."""
+
+    drafts: PredictionDrafts
+    tokens: array[int]
+    answer: list[int]
+    steps: int = 0
+    predicted: int = 0
+    wrong: int = 0
+
+    @staticmethod
+    def of(prediction: list[int], answer: list[int], prompt: list[int] | None = None) -> Answering:
+        tokens = array(TOKENS, prompt or [9])
+        drafts = PredictionDrafts(array(TOKENS, prediction), len(tokens), len(tokens) + len(answer), (STOP,))
+        return Answering(drafts, tokens, answer)
+
+    def step(self, most: int = 8, read_max: int = 1 << 20) -> list[int]:
+        """Verify what is drafted. Returns it."""
+        left = self.answer[len(self.tokens) - self.begins :]
+        found = self.drafts.look(self.tokens, min(most, len(left) - 1), read_max) if self.steps else None
+        self.steps += 1
+        own = [] if found is None else found.tokens
+        right = agreed(own, left)
+        if found is not None:
+            self.drafts.take(found)
+            predicted = self.drafts.learn(len(own), right)
+            self.predicted += min(right, predicted)
+            self.wrong += max(0, predicted - right)
+        self.tokens.extend(left[: right + 1])
+        return own
+
+    def __post_init__(self) -> None:
+        self.begins = len(self.tokens)
+
+    def run(self, most: int = 8, read_max: int = 1 << 20) -> Answering:
+        while len(self.tokens) - self.begins < len(self.answer):
+            self.step(most, read_max)
+        return self
+
+
+def test_an_answer_that_is_as_predicted_takes_the_fewest_steps() -> None:
+    one = Answering.of(FILE, FILE).run()
+    assert one.steps == 1 + -(-(len(FILE) - 1) // 9)
+    assert (one.predicted, one.wrong) == (len(FILE) - one.steps, 0)
+    assert one.drafts._places is None, "where nothing is lost, nothing is looked for"
+
+
+EDITS = {
+    "a token is another": [*FILE[:100], 7, *FILE[101:]],
+    "tokens come in between": [*FILE[:100], 7, 8, 9, 7, 11, *FILE[100:]],
+    "tokens are left out": FILE[:100] + FILE[160:],
+    "the beginning is left out": FILE[60:],
+    "the end is moved to the beginning": FILE[200:] + FILE[:200],
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+@pytest.mark.parametrize("read_max", [1 << 20, 50])
+def test_behind_a_divergence_it_finds_its_place_again(edit: str, read_max: int) -> None:
+    one = Answering.of(FILE, EDITS[edit]).run(read_max=read_max)
+    assert one.predicted > 0.75 * len(EDITS[edit])
+    assert one.wrong <= 40
+    assert one.steps < 0.25 * len(EDITS[edit]) + 12
+
+
+def test_of_places_with_the_same_tokens_the_next_one_is_taken() -> None:
+    """As of the lines of a file that are often the same: not the last of them."""
+    line = [5, 6, 7, 8]
+    text = [token for block in range(20) for token in (*line, *range(100 + 10 * block, 110 + 10 * block))]
+    edited = [*text[:150], 3, *text[152:]]
+    assert text[154:158] == line
+    one = Answering.of(text, edited).run()
+    assert one.wrong <= 20
+    assert one.predicted > 0.8 * len(edited)
+
+
+def test_no_more_of_a_prediction_is_wrong_than_it_has_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is found in it again and again."""
+    prediction = [5, 6, 200, 5, 6, 300]
+    answer = [5, 6, 7] * 100
+    monkeypatch.setattr(Acceptance, "chance", lambda self, kind: 0.9 if kind >= PREDICTED else 0.1)
+    one = Answering.of(prediction, answer)
+    assert one.run().wrong == len(prediction)
+
+
+def test_what_is_right_more_often_is_drafted() -> None:
+    """A prediction that is wrong at each place gives way to what the sequence's own tokens say."""
+    wrong = [token for at in range(100) for token in (5, 6, 700 + at)]
+    one = Answering.of(wrong, [5, 6, 7] * 100).run()
+    assert one.wrong < 30
+    assert one.steps < 100
+    right = Answering.of(FILE, FILE, prompt=[FILE[at] if at % 3 else 7 for at in range(400)]).run()
+    assert right.wrong == 0
+
+
+def test_nothing_is_predicted_from_an_end_on_and_none_of_an_empty_prediction() -> None:
+    drafts = PredictionDrafts(array(TOKENS, [5, 6, STOP, 7]), 1, 64, (STOP,))
+    found = drafts.look(array(TOKENS, [9]), 8, 64)
+    assert found is not None
+    assert (found.tokens, found.predicted) == ([5, 6], 2)
+    assert PredictionDrafts(array(TOKENS, [STOP]), 1, 64, (STOP,)).look(array(TOKENS, [9]), 8, 64) is None
+
+
+def test_a_prediction_of_one_token_over_and_over_takes_bounded_time() -> None:
+    places = Places(array(TOKENS, [5] * 50_000))
+    while places.unread:
+        assert places.read(4096) <= 4096
+    looked: list[int] = []
+
+    class Counted(array):  # type: ignore[type-arg]
+        def __getitem__(self, at: Any) -> Any:
+            looked.append(1)
+            return array.__getitem__(self, at)
+
+    places._later[:] = [Counted(TOKENS, each) for each in places._later]
+    found = places.find(array(TOKENS, [5] * 9), 40_000)
+    assert found is not None
+    assert len(looked) <= 4 * WALK_MAX
+
+
+def test_places_that_are_read_by_parts_are_the_same() -> None:
+    rng = random.Random(4)
+    tokens = array(TOKENS, [rng.randrange(6) for _ in range(300)])
+    whole, parts = Places(tokens), Places(tokens)
+    assert whole.read(1 << 20) == 300
+    while parts.unread:
+        parts.read(rng.randint(1, 7))
+    for _ in range(100):
+        newest, behind = tokens[: rng.randint(1, 299)], rng.randrange(300)
+        assert whole.find(newest, behind) == parts.find(newest, behind)
 
 
 # -- the price ------------------------------------------------------------------------------------
@@ -157,8 +299,12 @@ def test_drafts_keep_to_the_least_gap_target_and_lengthen_a_late_step_by_a_share
     drafting = Drafting(config, runner_info(), cast(Allocator, None), learner, EngineConfig("m").max_drafts)
     decodes = {at: sequence(at, 0.0, service_class=kind) for at, kind in enumerate(ServiceClass)}
     allowed_s = 0.05 / (1.0 + learner.error)
-    assert drafting.spare_s(decodes, 0.01) == pytest.approx(allowed_s - 0.01)
-    assert drafting.spare_s(decodes, 0.4) == LATE_SHARE * 0.4
+    assert drafting.spare_s(decodes, 0.01, beside_prompts=False) == pytest.approx(allowed_s - 0.01)
+    assert drafting.spare_s(decodes, 0.4, beside_prompts=False) == LATE_SHARE * 0.4
+    beside = pace.drafts_s(0.05, 0.01, 0.5, learner.error)
+    assert drafting.spare_s(decodes, 0.01, beside_prompts=True) == beside
+    assert 0.0 < beside < 0.5 * (allowed_s - 0.01)
+    assert drafting.spare_s(decodes, 0.4, beside_prompts=True) == 0.0
     assert drafting.spare_drafts(104, 4) == TOKENS_SHARE * 100
     drafting.runner = runner_info(state_bytes=8, drafts_max=15, state_windows=20)
     assert drafting.spare_drafts(104, 4) == 20

@@ -290,6 +290,18 @@ def test_what_is_sent_with_each_prompt_is_counted_with_each() -> None:
     assert count.prompt_tokens >= 3 * LEN
 
 
+def test_a_prediction_is_sent_in_its_shape_alone() -> None:
+    part = {"type": "text", "text": "x", "image_url": {"url": "http://elsewhere"}}
+    sent = chosen(prediction={"type": "content", "content": [part], "n_predict": 9})
+    assert msgspec.json.decode(sent.fields["prediction"]) == {
+        "type": "content",
+        "content": [{"type": "text", "text": "x"}],
+    }
+    assert {"prediction.n_predict", "prediction.content.image_url"} <= {*sent.left_out}
+    other = {"type": "outline", "content": "x"}  # a kind that another make may know
+    assert msgspec.json.decode(chosen(prediction=other).fields["prediction"]) == other
+
+
 def test_a_prediction_may_be_billed_with_each_choice() -> None:
     assert counted(n=3, prediction={"type": "content", "content": LONG})[0].prompt_tokens >= 3 * LEN
 

@@ -1,5 +1,5 @@
 """A plugin of pytest for the tests of OpenAI's SDK that ask for a response of no model, as mocks answer: they
-ask `penstock-demo` instead, for a short one. Those that ask for a response by an id which mocks know ask for
+ask `demo` instead, for a short one. Those that ask for a response by an id which mocks know ask for
 one that is made for them."""
 
 import functools
@@ -9,7 +9,7 @@ from openai.resources.responses import AsyncResponses, Responses
 from openai.resources.responses.input_items import AsyncInputItems, InputItems
 from openai.resources.responses.input_tokens import AsyncInputTokens, InputTokens
 
-SHORT = {"model": "penstock-demo", "input": "Hello", "max_output_tokens": 64}
+SHORT = {"model": "demo", "input": "Hello", "max_output_tokens": 64}
 
 
 def seeded(method, **defaults):
@@ -38,4 +38,4 @@ for kind in (Responses, AsyncResponses):
 for kind in (InputItems, AsyncInputItems):
     kind.list = of_one_that_is_made(kind.list)
 for kind in (InputTokens, AsyncInputTokens):
-    kind.count = seeded(kind.count, model="penstock-demo", input="Hello")
+    kind.count = seeded(kind.count, model="demo", input="Hello")
