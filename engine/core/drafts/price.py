@@ -16,9 +16,9 @@ step or more. So where there are such shapes, of all counts of drafts, in the sa
 that has the most tokens per second, each at the time of the shape that it is padded to: a shape is filled
 before the next is begun, and the next is begun for what would fill it (`lengths_by_shape`).
 
-*Chances.* What a grammar forces is doubted less, or not at all (`Why`). The chance of any other is estimated from what
-came of a sequence's drafts before (`Acceptance`), apart for matches of different lengths, since what follows
-a long one is right more often. An estimate begins as `PRIORS` say, with the weight of `PRIOR_DRAFTS`, and
+*Chances.* What a grammar forces is doubted less, or not at all (`Why`). The chance of any other is estimated
+from what came of a sequence's drafts before (`Acceptance`), apart for matches of different lengths, since what
+follows a long one is right more often. An estimate begins as `PRIORS` say, with the weight of `PRIOR_DRAFTS`, and
 forgets: the last fifty steps with drafts decide. One so low that no draft pays would never be told better. So
 after `PROBE_AFTER` offers of which none was taken a single draft is tried, whatever it costs, and if that is
 wrong the next one after `PROBE_MORE` times as many."""
@@ -33,11 +33,13 @@ from typing import Final, NamedTuple
 
 MATCHED: Final = (2, 4, 8)
 """The least lengths of matches that are told apart."""
-PRIORS: Final = (0.35, 0.6, 0.85, 0.98, 0.5, 0.75, 0.9)
+PRIORS: Final = (0.35, 0.6, 0.85, 0.98, 0.5, 0.75, 0.9, 0.7)
 FORCED: Final = 3
 """The kind of tokens that a grammar forces."""
 PREDICTED: Final = 4
 """The first kind of tokens that the caller predicts: of the shortest match."""
+GUESSED: Final = 7
+"""The kind of tokens that the model's MTP layer guesses."""
 PRIOR_DRAFTS: Final = 2.0
 FORGETTING: Final = 0.98
 """The weight of a step's drafts beside that of the next one's."""

@@ -27,7 +27,10 @@ Rules
    for which not even right drafts would pay.
 6. Of a model that has states, each draft of a step takes one of `RunnerInfo.state_windows`; of others, a
    runner may have room for so many (`RunnerInfo.drafts_together`).
-7. The indexes of all sequences take `ROOM` bytes at most. Those that come when it is used up draft nothing.
+7. Where the model guesses (`RunnerInfo.guesses_max`), a plan asks for as many guesses as will pay in the
+   next one: one takes its time in this step, and that of a draft in the next. They are asked for behind
+   decodes that nothing else leads (`engine.core.drafts.guesses`), with pages for what they may become.
+8. The indexes of all sequences take `ROOM` bytes at most. Those that come when it is used up draft nothing.
 """
 
 from __future__ import annotations
@@ -40,6 +43,7 @@ from typing import Final
 
 from engine.contract.messages import RunnerInfo, agreed
 from engine.core.drafts.drafter import Drafts, NGramDrafts, Proposal
+from engine.core.drafts.guesses import GuessDrafts
 from engine.core.drafts.prediction import PredictionDrafts
 from engine.core.drafts.price import Offer, Why, lengths_by_shape, lengths_that_pay, tokens_of
 from engine.core.estimate import pace
@@ -193,6 +197,18 @@ class Drafting:
     ) -> None:
         """Add rows for the decodes, by slot, of which those in `due` are to be looked at for drafts.
         `beside_prompts`: prompts may have a part of the step."""
+        self._add_rows(builder, decodes, due, now, beside_prompts)
+        if self.runner.guesses_max:
+            self._ask(builder, decodes, now, beside_prompts)
+
+    def _add_rows(
+        self,
+        builder: PlanBuilder,
+        decodes: dict[int, Sequence],
+        due: list[Sequence],
+        now: float,
+        beside_prompts: bool,
+    ) -> None:
         looks = self._looked_at(due, self.spare_drafts(builder.tokens_left, len(decodes)))
         drafts = self._chosen(looks, builder, decodes, now, beside_prompts) if looks else {}
         if not drafts:
@@ -218,7 +234,7 @@ class Drafting:
         """Forget a sequence that has ended."""
         if sequence.drafter is not None:
             self.room += sequence.drafter.size
-            sequence.drafter = None
+            sequence.drafter = sequence.guesser = None
 
     def _looked_at(self, due: list[Sequence], spare: int) -> list[tuple[Sequence, Proposal]]:
         """The sequences for which drafts were found."""
@@ -253,8 +269,46 @@ class Drafting:
             sequence.drafts_from = sequence.kv_len_max
             return None
         self.room -= drafter.size
+        if self.runner.guesses_max:
+            sequence.guesser = drafter = GuessDrafts(drafter, sequence.sampling.stop_token_ids)
         sequence.drafter = drafter
         return drafter
+
+    def _ask(
+        self, builder: PlanBuilder, decodes: Mapping[int, Sequence], now: float, beside_prompts: bool
+    ) -> None:
+        """Ask for the guesses that will pay as drafts of the next step (rule 6)."""
+        verifying = dict(zip(builder.slots[builder.decodes :], builder.drafts, strict=False))
+        asking: list[tuple[int, GuessDrafts, int]] = []
+        for slot, sequence in decodes.items():
+            guesser, drafts = sequence.guesser, len(verifying.get(slot, ()))
+            most = min(self.runner.guesses_max, sequence.kv_len_max - sequence.planned_len - drafts - 2)
+            if guesser is not None and guesser.asks and most > 0 and not sequence.in_flight_len:
+                asking.append((slot, guesser, most))
+        if not asking:
+            return
+        cost, rows = self.learner.known, len(decodes)
+        work = Work.of([each.planned_len for each in decodes.values()], [1] * rows)
+        step_s = cost.seconds(work)
+        guess_s = max(self.runner.guess_share * step_s / rows, LEAST_S)
+        lens = [decodes[slot].computed_len for slot, _, _ in asking]
+        drafts_s = self.learner.drafts_s(lens, work, step_s)
+        offers = [
+            Offer(guesser.chance, most, own_s, guesser.acceptance.is_probing and own_s * rows < step_s)
+            for (_, guesser, most), own_s in zip(asking, (guess_s + each for each in drafts_s), strict=True)
+        ]
+        spare_s = self.spare_s(decodes, cost.seconds(builder.work), beside_prompts=beside_prompts)
+        lengths = lengths_that_pay(
+            offers, rows, step_s, spare_s, self.spare_drafts(builder.tokens_left + rows, rows)
+        )
+        for (slot, guesser, _), length in zip(asking, lengths, strict=True):
+            if not length:
+                guesser.acceptance.pass_over()
+                continue
+            own = len(verifying.get(slot, ()))
+            if (fit := self.allocator.grow_for_drafts(decodes[slot], own + length, builder, now)) > own:
+                builder.guesses[slot] = fit - own
+                builder.guess_s += (fit - own) * guess_s
 
     def _chosen(
         self,

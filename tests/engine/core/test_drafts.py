@@ -18,10 +18,12 @@ import pytest
 from engine.config import EngineConfig
 from engine.contract.messages import ServiceClass, Want, agreed
 from engine.core.drafts.drafter import Drafts, NGramDrafts, Proposal
+from engine.core.drafts.guesses import GuessDrafts
 from engine.core.drafts.ngrams import LEVELS, NGrams
 from engine.core.drafts.prediction import WALK_MAX, Places, PredictionDrafts
 from engine.core.drafts.price import (
     FORCED,
+    GUESSED,
     PREDICTED,
     Acceptance,
     Offer,
@@ -45,7 +47,7 @@ from tests.bench.engine.virtual import (
     tokens_per_second,
 )
 from tests.effort import IS_WHOLE
-from tests.engine.core.harness import greedy
+from tests.engine.core.harness import Harness, greedy, knowing
 from tests.engine.core.sequences import sequence
 from tests.fake_runner import runner_info
 
@@ -661,3 +663,68 @@ def test_drafts_keep_to_the_least_gap_target_and_lengthen_a_late_step_by_a_share
     drafting.runner = runner_info(state_bytes=8, drafts_max=15, state_windows=20)
     assert drafting.spare_drafts(104, 4) == 20
     assert drafting.spare_drafts(14, 4) == TOKENS_SHARE * 10
+
+
+# -- guesses of the model's own -------------------------------------------------------------------
+
+
+def guessing(streams: int, **options: Any) -> Harness:
+    """So many streams of 40 tokens, of a model that guesses: mostly rightly, until a fifth of its guesses."""
+    h = Harness(**({"guesses_max": 4, "pages": 400} | options))
+    knowing(h.scheduler, StepCost(row_s=1e-5, fixed_s=1e-2))
+    for handle in range(streams):
+        h.add(handle, [handle, 7, 8, 9], greedy(40, seed=handle + 1))
+    h.run()
+    h.assert_all_as_solo()
+    return h
+
+
+def test_guesses_are_drafts_of_the_next_step() -> None:
+    h = guessing(3)
+    assert len(h.plans) < 25
+    assert sum(sum(plan.guesses) for plan in h.plans) > 100
+    assert all(end.accepted > 0.5 * end.drafted > 10 for end in h.finished.values())
+    asked = [plan for plan in h.plans if plan.guesses]
+    assert all(len(plan.guesses) == len(plan.slots) for plan in asked)
+
+
+def test_what_guesses_cost_decides() -> None:
+    """As a part of a decode: where one takes as long, none is asked for."""
+    none, few, many = (guessing(1, guess_share=share) for share in (1.0, 0.3, 0.01))
+    asked = [sum(sum(plan.guesses) for plan in h.plans) for h in (none, few, many)]
+    assert asked[0] == 0 < asked[1]
+    lengths = [max(map(max, (plan.guesses for plan in h.plans if plan.guesses))) for h in (few, many)]
+    assert lengths[0] < lengths[1] == 4
+
+
+def test_wrong_guesses_are_given_up() -> None:
+    guesser = GuessDrafts(NGramDrafts(64, ()), stops=(3,))
+    tokens = array(TOKENS, [1, 2])
+    for at in range(20):
+        guesser.hear([50, 51], len(tokens))
+        draft = guesser.look(tokens, 4, 64)
+        assert draft is not None
+        guesser.take(draft)
+        guesser.learn(2, 0)
+        tokens.append(at)
+    assert guesser.chance < 0.1
+
+
+def test_guesses_go_before_what_is_likely_less_often_and_end_before_an_end() -> None:
+    guesser = GuessDrafts(NGramDrafts(64, (3,)), stops=(3,))
+    tokens = array(TOKENS, [1, 2, 9, 8, 7, 1, 2])
+    guesser.hear([50, 3, 51], len(tokens))
+    draft = guesser.look(tokens, 4, 64)
+    assert draft is not None
+    assert (draft.tokens, draft.kind) == ([50], GUESSED), "two tokens that match tell less"
+    tokens.append(9)
+    draft = guesser.look(tokens, 4, 64)
+    assert draft is not None
+    assert (draft.tokens, draft.kind) == ([8, 7, 1, 2], 0), "guesses stand behind the tokens of their step"
+    long = array(TOKENS, [*range(10, 19), 40, 41, *range(10, 19)])
+    guesser = GuessDrafts(NGramDrafts(64, ()), stops=())
+    guesser.hear([50], len(long))
+    draft = guesser.look(long, 2, 64)
+    assert draft is not None
+    assert draft.tokens == [40, 41]
+    assert not guesser.asks
