@@ -149,7 +149,9 @@ async def _of_own_engines(options: argparse.Namespace, rows: Set[str], rng: rand
         figures += structured()
     if "embeddings" in rows:
         figures += await vector_figures(options.model, options.rounds, rng)
-    return figures + (await draft_figures(options.engine_options) if "drafts" in rows else [])
+    if "drafts" in rows:
+        figures += await draft_figures(options.engine_options, options.streams, _other(options, "bench"))
+    return figures
 
 
 async def _of_requests(servers: Sequence[Server], rows: Set[str], rng: random.Random) -> list[Figure]:
@@ -275,12 +277,17 @@ def _memory(servers: Sequence[Server]) -> list[Figure]:
 async def _servers(options: argparse.Namespace) -> AsyncIterator[list[Server]]:
     """Those under test: ours, or that of `--url`, then the one that it is measured against."""
     async with _first(options) as first:
-        if options.against is None:
-            yield [first]
-            return
-        endpoint = ApiServer(options.against)
-        name = options.against_model or options.model or first.model
-        yield [first, Server("against, ", endpoint, name, tuple(options.against_pid))]
+        other = _other(options, options.model or first.model)
+        yield [first] if other is None else [first, other]
+
+
+def _other(options: argparse.Namespace, model: str) -> Server | None:
+    """The one that is measured against, which knows its model by this name unless another is given. None
+    where there is none."""
+    if options.against is None:
+        return None
+    name = options.against_model or model
+    return Server("against, ", ApiServer(options.against), name, tuple(options.against_pid))
 
 
 @contextlib.asynccontextmanager
