@@ -132,13 +132,10 @@ def load_model(
     _check_files(directory)
     files = read_files(directory)
     defaults_given = msgspec.json.decode(template_defaults or "{}", type=dict[str, Any])
-    ranks_as = _reranker(directory, reranker, files)
-    tokenizer = Tokenizer(TokenizerBundle.of(files, template_arguments, defaults_given, ranks_as))
-    try:
-        tokenizer.probe()
-        _warm_up(tokenizer)
-    except TokenizerFailed as error:
-        raise UnusableModel(f"the tokenizer of {directory} cannot be used: {error.detail}") from error
+    bundle = TokenizerBundle.of(
+        files, template_arguments, defaults_given, _reranker(directory, reranker, files)
+    )
+    tokenizer = _probed(directory, bundle)
     defaults = read_generation_defaults(directory, tokenizer.vocab_size)
     eos_ids = _all_ends(defaults, tokenizer)
     _tell_of_files(files, defaults, eos_ids, tokenizer.bundle)
@@ -173,6 +170,17 @@ def _tell_of_files(
             log.warning("engine.keys_ignored", file=file, names=unread)
     if not eos_ids:
         log.warning("engine.no_end_token", reason="no file of the model names one: answers end by max_tokens")
+
+
+def _probed(directory: Path, bundle: TokenizerBundle) -> Tokenizer:
+    """The tokenizer, which has been used. Raises UnusableTokenizer and UnusableModel."""
+    tokenizer = Tokenizer(bundle)
+    try:
+        tokenizer.probe()
+        _warm_up(tokenizer)
+    except TokenizerFailed as error:
+        raise UnusableModel(f"the tokenizer of {directory} cannot be used: {error.detail}") from error
+    return tokenizer
 
 
 def _embedder(directory: Path, setting: EmbeddingsSetting, cuts: str | None) -> Embedder | None:

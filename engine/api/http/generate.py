@@ -143,13 +143,7 @@ class Generation:
         """The choice whose first token has a deadline, that of the request: of those with the shortest prompt
         the first one, which begins before the others, as things stand."""
         self._tokens_max = [choice.sampling.max_tokens for choice in asked.choices]
-        self._output = RequestOutput(
-            len(asked.choices),
-            whole=not asked.streams,
-            tells_begin=asked.streams and asked.api.opens_early,
-            on_end=self._on_end,
-            room=_text_room(asked, holding) if asked.keeps_text else None,
-        )
+        self._output = self._request_output(asked, holding)
         self._stops = StopStrings(asked.stop_strings) if asked.stop_strings else None
         self._no_text = Detokenizer(model.tokenizer.decode_stream([]))
         """That of sequences of which nothing is sampled, however many."""
@@ -498,6 +492,18 @@ class Generation:
 
     # -- making -----------------------------------------------------------------------------------
 
+    def _request_output(self, asked: CheckedRequest, holding: Holding) -> RequestOutput:
+        room, copies = None, STREAM_COPIES if asked.streams else 1
+        if asked.keeps_text:
+            room = TextRoom(holding, asked.answer_len, text_len(asked.choices), copies)
+        return RequestOutput(
+            len(asked.choices),
+            whole=not asked.streams,
+            tells_begin=asked.streams and asked.api.opens_early,
+            on_end=self._on_end,
+            room=room,
+        )
+
     def _choice_output(self, asked: CheckedRequest, model: ServedModel, index: int) -> ChoiceOutput:
         choice, core = asked.choices[index], self._state.core
         reading, min_tokens = asked.form.reading, choice.sampling.min_tokens
@@ -562,9 +568,3 @@ class Generation:
 
 _STAGES = ("queue", "prefill", "preempted", "decode", "stalled")
 """The stages of a sequence, in order. A request is in the stage of its sequence that is furthest behind."""
-
-
-def _text_room(asked: CheckedRequest, holding: Holding) -> TextRoom:
-    """What an answer's text may take of `holding`."""
-    copies = STREAM_COPIES if asked.streams else 1
-    return TextRoom(holding, asked.answer_len, text_len(asked.choices), copies)

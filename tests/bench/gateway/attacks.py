@@ -245,13 +245,6 @@ def _loops() -> list[Attack]:
             at_once=2,
         ),
         Attack(
-            "2,048 vectors as numbers",
-            law,
-            embedding(input=[[PLAIN_ID + i % 900] for i in range(INPUTS_MAX)], encoding_format="float"),
-            EMBEDDINGS,
-            count=2,
-        ),
-        Attack(
             "16 answers of 200 tokens with log-probabilities",
             law,
             chat(n=16, max_tokens=200, logprobs=True, top_logprobs=20),
@@ -393,17 +386,20 @@ def _seats() -> list[Attack]:
             at_once=24,
             statuses=served,
         ),
-        *_vectors(),
     ]
 
 
 def _vectors() -> list[Attack]:
-    """Many inputs, of which a step computes a few."""
+    """Many inputs, of which a step computes a few, and the answers to them."""
     law, served, path = Law.SEATS, frozenset({200, 503}), EMBEDDINGS
+    short = embedding(input=[[PLAIN_ID + i % 900] for i in range(INPUTS_MAX)], encoding_format="float")
+    left = embedding(input=[[PLAIN_ID + i] * 64 for i in range(400)])
     ids = embedding(input=[[PLAIN_ID + i] * 64 for i in range(120)])
     texts = embedding(input=["the water in the pipe turns the wheel " * 8] * 200)
     long = embedding(input=[[PLAIN_ID + i] * 2000 for i in range(20)])
     return [
+        Attack("2,048 vectors as numbers", Law.LOOPS, short, path, count=2),
+        Attack("left before its vectors are made", Law.CHARGES, left, path, ends=Ends.ON_CUE),
         Attack("120 inputs of vectors", law, ids, path, 4, 4, statuses=served, ends=Ends.ON_CUE),
         Attack("200 texts of vectors", law, texts, path, 4, 4, statuses=served, ends=Ends.ON_CUE),
         Attack("20 inputs of 2,000 tokens", law, long, path, 4, 4, statuses=served, ends=Ends.ON_CUE),
@@ -434,13 +430,6 @@ def _charges() -> list[Attack]:
             ends=Ends.ON_CUE,
         ),
         Attack("left before it answers", law, chat(n=8, max_tokens=1900), path, 4, 4, ends=Ends.ON_CUE),
-        Attack(
-            "left before its vectors are made",
-            law,
-            embedding(input=[[PLAIN_ID + i] * 64 for i in range(400)]),
-            EMBEDDINGS,
-            ends=Ends.ON_CUE,
-        ),
         Attack(
             "a reader that does not read",
             law,
@@ -619,6 +608,7 @@ ATTACKS: Final = (
     *(*_loops(), *_steps()),
     *(*_threads(), *_grammars()),
     *_seats(),
+    *_vectors(),
     *(*_charges(), *_more_charges()),
     *(*_pages(), *_haste()),
     *_replicas(),
