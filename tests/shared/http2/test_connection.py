@@ -217,13 +217,6 @@ def test_a_peer_that_exceeds_a_window_is_disconnected() -> None:
     assert ours.error is not None
 
 
-def test_a_frame_longer_than_any_may_be_ends_the_connection(pair: Pair) -> None:
-    ours, _ = pair.exchange(end=True)
-    with pytest.raises(ProtocolViolation) as caught:
-        pair.client.connection.receive(frames.frame(frames.DATA, 0, ours.id, bytes(limits.FRAME_LEN_MAX + 1)))
-    assert caught.value.code == ErrorCode.FRAME_SIZE_ERROR
-
-
 def test_an_overflowing_window_resets_the_stream_or_ends_the_connection() -> None:
     pair = Pair()
     _, theirs = pair.exchange(end=True)
