@@ -46,7 +46,7 @@ async def test_somebody_is_told_why_it_does_not_start(tmp_path: Path) -> None:
 
     told: list[str] = []
     config = EngineConfig(model=str(tmp_path), port=0)
-    assert await serve(config, resolve, lambda *_: FakeCore(), told.append) is ExitCode.FAILED
+    assert await serve(config, resolve, lambda *_: FakeCore(lambda _: []), told.append) is ExitCode.FAILED
     assert told == ["there is no such model"]
 
 
