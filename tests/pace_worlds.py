@@ -175,8 +175,8 @@ class _Running:
         self._seen.steps += 1
         drafted_s = self._world.cost.seconds(self._verifying(plan)) - decodes_s
         self._seen.drafted += work.drafts
-        if decodes.decode_rows and (checked.waits or step_s > decodes_s + drafted_s):
-            given_s = step_s - decodes_s - drafted_s
+        given_s = step_s - decodes_s - drafted_s
+        if decodes.decode_rows and (checked.waits or given_s > 1e-6 * step_s):
             self._seen.waited_s += step_s
             self._seen.computed_s += given_s
             by_share_s = self._world.prompt_share * step_s

@@ -193,14 +193,14 @@ def engine_port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         terminal.stop()
 
 
+def marks_of(page: Path) -> list[pytest.MarkDecorator]:
+    """Every run follows the first hour and every second page; `.ci/nightly` follows all."""
+    marks = [pytest.mark.network] if page.name in OF_A_CLUSTER else []
+    return marks if page == FIRST or PAGES.index(page) % 2 else [*marks, pytest.mark.nightly]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "page",
-    [
-        pytest.param(one, marks=[pytest.mark.network] if one.name in OF_A_CLUSTER else [], id=one.stem)
-        for one in PAGES
-    ],
-)
+@pytest.mark.parametrize("page", [pytest.param(one, marks=marks_of(one), id=one.stem) for one in PAGES])
 def test_every_command_of_a_page_works(page: Path, engine_port: str, tmp_path: Path) -> None:
     terminal = Terminal(tmp_path, _free_ports() | ({} if page == FIRST else {"8001": engine_port}))
     script = script_of(page)

@@ -39,7 +39,7 @@ from gateway.operators import listener as admin_listener
 from gateway.relay import stream
 from gateway.request import pipeline
 from shared import cli
-from shared.apis import chat_form, holding, patterns, schemas, structure, tools, validation
+from shared.apis import chat_form, decisions, holding, patterns, rerank, schemas, structure, tools, validation
 from shared.apis.chat import ChatRequest
 from shared.apis.completions import CompletionRequest
 from shared.cli.service import SERVICES
@@ -313,6 +313,13 @@ BOUNDS_OF_A_REQUEST: Final[dict[str, list[float]]] = {
         text_slices.RUN_LEN_MAX,
     ],
     "an answer, log-probabilities included, as estimated from what is asked for": [admission.ANSWER_LEN_MAX],
+    "documents of a ranking; questions of decisions; choices; levels; bytes of a part of JSON": [
+        rerank.DOCUMENTS_MAX,
+        decisions.QUESTIONS_MAX,
+        decisions.CHOICES_MAX,
+        decisions.LEVELS_MAX,
+        decisions.JSON_LEN_MAX,
+    ],
     "`stop` strings; length; `stop_token_ids`; `logit_bias`": [
         shapes.STOP_MAX,
         shapes.STOP_LEN_MAX,

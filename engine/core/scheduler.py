@@ -405,6 +405,7 @@ class Scheduler:
             forked=self._allocator.take_forked(),
             masks=self.masks.of(builder.rows, builder.wants, builder.lengths) if self.masks.sequences else [],
             drafts=builder.drafts,
+            guesses=builder.asked_guesses,
             saved=saved,
             restored=restored,
         )

@@ -53,6 +53,8 @@ from typing import Final
 
 from engine.contract.messages import Finished, FinishReason, SamplingParams, ServiceClass, Want
 from engine.core.drafts.drafter import Drafts, Proposal
+from engine.core.drafts.guesses import GuessDrafts
+from engine.core.drafts.price import Why
 from engine.core.pages.block_manager import BlockManager, PageChain, PageIdentity
 
 
@@ -152,8 +154,12 @@ class Sequence:
     """What its caller expects its output to be."""
     drafter: Drafts | None = None
     """Finds its drafts; None before it is first looked at, and where it drafts nothing."""
+    guesser: GuessDrafts | None = None
+    """The same, where the model guesses; else None."""
     foreseen: Sequence_[int] = ()
     """Where it follows a grammar: the drafts behind which its masks are known."""
+    foreseen_why: Sequence_[Why] = ()
+    """Why each of them is drafted. Empty where that was not told."""
     masks_ahead: Sequence_[bytes] = ()
     """The mask behind each of them."""
     draft: Proposal | None = None
@@ -367,18 +373,18 @@ class Sequence:
         if want:
             self.coming += 1
             if self.mask:
-                self.mask, self.foreseen, self.masks_ahead = None, (), ()
+                self.mask, self.foreseen, self.foreseen_why, self.masks_ahead = None, (), (), ()
                 self.drafts_from = NEVER
         if want is Want.VERIFY:
             self.verifying = length - 1
             self.coming += length - 1
             self.drafted += length - 1
 
-    def foresee(self, drafts: Sequence_[int], masks: Sequence_[bytes]) -> None:
+    def foresee(self, drafts: Sequence_[int], masks: Sequence_[bytes], why: Sequence_[Why] = ()) -> None:
         """Know the masks behind drafts, none of which ends it."""
         stops = self.sampling.stop_token_ids
         length = next((at for at, token in enumerate(drafts) if token in stops), len(drafts))
-        self.foreseen, self.masks_ahead = drafts[:length], masks[:length]
+        self.foreseen, self.masks_ahead, self.foreseen_why = drafts[:length], masks[:length], why[:length]
         self.drafts_from = 0 if length else NEVER
 
     def land(self, length: int, want: Want) -> None:
@@ -401,6 +407,14 @@ class Sequence:
         self.accepted += accepted
         self.verifying, self.passed = 0, accepted
         return predicted
+
+    def hear(self, guesses: list[int]) -> None:
+        """Take what the model guesses behind its newest token."""
+        if self.guesser is not None and guesses:
+            self.guesser.hear(guesses, len(self.tokens))
+            self.looks_from = 0
+            if self.mask == b"":
+                self.drafts_from = 0
 
     def append(self, token: int, now: float) -> None:
         """Append a sampled token to the known ones."""

@@ -132,6 +132,7 @@ class Engine:
                 answer_format=config.answer_format,
                 embeddings=config.embeddings,
                 embedding_dimensions=config.embedding_dimensions,
+                reranker=config.reranker,
             )
         except (UnusableTokenizer, UnusableModel) as error:
             raise StartFailed(str(error)) from error

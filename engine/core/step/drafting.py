@@ -27,20 +27,25 @@ Rules
    for which not even right drafts would pay.
 6. Of a model that has states, each draft of a step takes one of `RunnerInfo.state_windows`; of others, a
    runner may have room for so many (`RunnerInfo.drafts_together`).
-7. The indexes of all sequences take `ROOM` bytes at most. Those that come when it is used up draft nothing.
+7. Where the model guesses (`RunnerInfo.guesses_max`), a plan asks for as many guesses as will pay in the
+   next one: one takes its time in this step, and that of a draft in the next. They are asked for behind
+   decodes that nothing else leads (`engine.core.drafts.guesses`), with pages for what they may become.
+8. The indexes of all sequences take `ROOM` bytes at most. Those that come when it is used up draft nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Sequence_
 from dataclasses import dataclass, field
 from operator import mul
 from typing import Final
 
 from engine.contract.messages import RunnerInfo, agreed
 from engine.core.drafts.drafter import Drafts, NGramDrafts, Proposal
+from engine.core.drafts.guesses import GuessDrafts
 from engine.core.drafts.prediction import PredictionDrafts
-from engine.core.drafts.price import Offer, lengths_that_pay, tokens_of
+from engine.core.drafts.price import Offer, Why, lengths_by_shape, lengths_that_pay, tokens_of
 from engine.core.estimate import pace
 from engine.core.estimate.cost import CostLearner, Work
 from engine.core.scheduler_config import SchedulerConfig
@@ -52,7 +57,9 @@ from engine.core.step.plan_builder import PlanBuilder
 LATE_SHARE: Final = 0.25
 TOKENS_SHARE: Final = 0.5
 LEAST_SHARE: Final = 1 / 256
-"""The least share of a step that a draft is taken to cost, whatever was learned."""
+"""The least share of a step that a draft is taken to cost, whatever was learned; or of what a token takes in
+a large one, `LEAST_PART`."""
+LEAST_PART: Final = 1 / 8
 LEAST_S: Final = 1e-9
 READ_MAX: Final = 4096
 ROOM: Final = 64 << 20
@@ -73,11 +80,21 @@ def drafter_for(sequence: Sequence) -> Drafts:
     return NGramDrafts(lens[1], params.stop_token_ids)
 
 
-def _foreseen(tokens: list[int], draft: Proposal) -> Proposal:
+def _foreseen(sequence: Sequence, draft: Proposal, most: int) -> Proposal:
     """The drafts behind which masks are known: the beginning of what was drafted, and what the grammar forces
     behind it."""
+    tokens = [*sequence.foreseen[:most]]
     known = draft.tokens[: min(draft.predicted, len(tokens))]
-    return draft._replace(tokens=tokens, predicted=agreed(known, tokens))
+    return draft._replace(tokens=tokens, predicted=agreed(known, tokens), why=sequence.foreseen_why[:most])
+
+
+def _chances(sequence: Sequence, draft: Proposal) -> Sequence_[float]:
+    """The chance of each draft, where they differ."""
+    if not draft.why:
+        return ()
+    assert sequence.drafter is not None
+    of = {Why.DRAFTED: draft.chance, Why.FORCED: sequence.drafter.forced().chance, Why.SURE: 1.0}
+    return [of[why] for why in draft.why]
 
 
 def _pause(sequence: Sequence, tokens: int) -> None:
@@ -158,8 +175,8 @@ class Drafting:
         lengths = lengths_that_pay(
             offers, rows, step_s, self.spare_s(by_slot, step_s, beside_prompts=False), spare
         )
-        longer_s = self.host_s + sum(map(mul, drafts_s, lengths))
-        gained: float = sum(
+        longer_s: float = self.host_s + sum(map(mul, drafts_s, lengths))
+        gained = sum(
             any_right * tokens_of(chance, length)
             for (_, chance, _, any_right), length in zip(drafts, lengths, strict=True)
         )
@@ -180,6 +197,18 @@ class Drafting:
     ) -> None:
         """Add rows for the decodes, by slot, of which those in `due` are to be looked at for drafts.
         `beside_prompts`: prompts may have a part of the step."""
+        self._add_rows(builder, decodes, due, now, beside_prompts)
+        if self.runner.guesses_max:
+            self._ask(builder, decodes, now, beside_prompts)
+
+    def _add_rows(
+        self,
+        builder: PlanBuilder,
+        decodes: dict[int, Sequence],
+        due: list[Sequence],
+        now: float,
+        beside_prompts: bool,
+    ) -> None:
         looks = self._looked_at(due, self.spare_drafts(builder.tokens_left, len(decodes)))
         drafts = self._chosen(looks, builder, decodes, now, beside_prompts) if looks else {}
         if not drafts:
@@ -205,7 +234,7 @@ class Drafting:
         """Forget a sequence that has ended."""
         if sequence.drafter is not None:
             self.room += sequence.drafter.size
-            sequence.drafter = None
+            sequence.drafter = sequence.guesser = None
 
     def _looked_at(self, due: list[Sequence], spare: int) -> list[tuple[Sequence, Proposal]]:
         """The sequences for which drafts were found."""
@@ -222,8 +251,7 @@ class Drafting:
             if drafter is None:
                 continue
             if sequence.mask:
-                own = [*sequence.foreseen[:most]]
-                found.append((sequence, _foreseen(own, sequence.draft or drafter.forced())))
+                found.append((sequence, _foreseen(sequence, sequence.draft or drafter.forced(), most)))
                 continue
             read_len = drafter.read_len
             draft = drafter.look(sequence.tokens, most, to_read)
@@ -241,8 +269,46 @@ class Drafting:
             sequence.drafts_from = sequence.kv_len_max
             return None
         self.room -= drafter.size
+        if self.runner.guesses_max:
+            sequence.guesser = drafter = GuessDrafts(drafter, sequence.sampling.stop_token_ids)
         sequence.drafter = drafter
         return drafter
+
+    def _ask(
+        self, builder: PlanBuilder, decodes: Mapping[int, Sequence], now: float, beside_prompts: bool
+    ) -> None:
+        """Ask for the guesses that will pay as drafts of the next step (rule 6)."""
+        verifying = dict(zip(builder.slots[builder.decodes :], builder.drafts, strict=False))
+        asking: list[tuple[int, GuessDrafts, int]] = []
+        for slot, sequence in decodes.items():
+            guesser, drafts = sequence.guesser, len(verifying.get(slot, ()))
+            most = min(self.runner.guesses_max, sequence.kv_len_max - sequence.planned_len - drafts - 2)
+            if guesser is not None and guesser.asks and most > 0 and not sequence.in_flight_len:
+                asking.append((slot, guesser, most))
+        if not asking:
+            return
+        cost, rows = self.learner.known, len(decodes)
+        work = Work.of([each.planned_len for each in decodes.values()], [1] * rows)
+        step_s = cost.seconds(work)
+        guess_s = max(self.runner.guess_share * step_s / rows, LEAST_S)
+        lens = [decodes[slot].computed_len for slot, _, _ in asking]
+        drafts_s = self.learner.drafts_s(lens, work, step_s)
+        offers = [
+            Offer(guesser.chance, most, own_s, guesser.acceptance.is_probing and own_s * rows < step_s)
+            for (_, guesser, most), own_s in zip(asking, (guess_s + each for each in drafts_s), strict=True)
+        ]
+        spare_s = self.spare_s(decodes, cost.seconds(builder.work), beside_prompts=beside_prompts)
+        lengths = lengths_that_pay(
+            offers, rows, step_s, spare_s, self.spare_drafts(builder.tokens_left + rows, rows)
+        )
+        for (slot, guesser, _), length in zip(asking, lengths, strict=True):
+            if not length:
+                guesser.acceptance.pass_over()
+                continue
+            own = len(verifying.get(slot, ()))
+            if (fit := self.allocator.grow_for_drafts(decodes[slot], own + length, builder, now)) > own:
+                builder.guesses[slot] = fit - own
+                builder.guess_s += (fit - own) * guess_s
 
     def _chosen(
         self,
@@ -258,12 +324,15 @@ class Drafting:
         step_s = cost.seconds(work)
         drafts_s = self._drafts_s([each for each, _ in looks], work, step_s)
         offers = [
-            Offer(draft.chance, len(draft.tokens), draft_s, draft.is_probe)
-            for (_, draft), draft_s in zip(looks, drafts_s, strict=True)
+            Offer(draft.chance, len(draft.tokens), draft_s, draft.is_probe, _chances(sequence, draft))
+            for (sequence, draft), draft_s in zip(looks, drafts_s, strict=True)
         ]
-        spare = self.spare_drafts(builder.tokens_left, rows)
         spare_s = self.spare_s(decodes, step_s, beside_prompts=beside_prompts)
-        lengths = lengths_that_pay(offers, rows, step_s, spare_s, spare)
+        own = rows, step_s, spare_s, self.spare_drafts(builder.tokens_left, rows)
+        if self.runner.verify_shapes and not beside_prompts:
+            lengths = lengths_by_shape(offers, *own, self.runner.verify_shapes)
+        else:
+            lengths = lengths_that_pay(offers, *own)
         drafts: dict[int, list[int]] = {}
         for (sequence, draft), offer, length in zip(looks, offers, lengths, strict=True):
             drafter, slot = sequence.drafter, sequence.slot
@@ -284,7 +353,7 @@ class Drafting:
 
     def _drafts_s(self, sequences: list[Sequence], work: Work, step_s: float) -> list[float]:
         """The time that a draft of each of these adds to a step."""
-        least_s = max(LEAST_SHARE * step_s, LEAST_S)
+        least_s = max(min(LEAST_SHARE, LEAST_PART / work.decode_rows) * step_s, LEAST_S)
         drafts_s = self.learner.drafts_s([each.computed_len for each in sequences], work, step_s)
         return [max(draft_s, least_s) for draft_s in drafts_s]
 

@@ -81,6 +81,10 @@ class Engine:
     noise_seed: int = 1
     drafter_of: Callable[[Admitted], Drafts] | None = None
     """What sequences draft by; None: nothing is."""
+    warm_cost: StepCost | None = None
+    """The cost of the steps that are timed while warming up; None: as of all others."""
+    is_measured: bool = True
+    """False if no step is timed while warming up."""
 
 
 @dataclass(slots=True)
@@ -185,6 +189,21 @@ def run(requests: Sequence[Request], engine: Engine) -> Run:
     return _Virtual(requests, engine).run()
 
 
+def tokens_per_second(streams: int, steps: int, engine: Engine, prompt_len: int = 2) -> float:
+    """The tokens per second of so many streams in the first steps in which they are together, and none of
+    them ends."""
+    requests = [Request(0.0, prompt_len, 2 * DRAFTS_MAX * (steps + streams))] * streams
+    virtual = _Virtual(requests, engine)
+    for handle, request in enumerate(requests):
+        virtual.add(handle, request)
+    while any(math.isnan(outcome.first_token_s) for outcome in virtual.outcomes):
+        virtual.step()
+    began_at, had = virtual.now, sum(len(outcome.gaps_s) for outcome in virtual.outcomes)
+    for _ in range(steps):
+        virtual.step()
+    return (sum(len(outcome.gaps_s) for outcome in virtual.outcomes) - had) / (virtual.now - began_at)
+
+
 class _Virtual:
     def __init__(self, requests: Sequence[Request], engine: Engine) -> None:
         len_max = max(request.prompt_len + request.output_len for request in requests)
@@ -199,7 +218,7 @@ class _Virtual:
             warmup_s=0.0,
             host_pages=engine.host_pages,
             page_copy_s=engine.cost.page_s if engine.host_pages else 0.0,
-            timed_steps=timed_steps(engine.cost),
+            timed_steps=timed_steps(engine.warm_cost or engine.cost) if engine.is_measured else (),
             drafts_max=DRAFTS_MAX if engine.drafter_of else 0,
         )
         config = SchedulerConfig(
@@ -216,41 +235,44 @@ class _Virtual:
             draft_by(self._scheduler, engine.drafter_of)
         self._watch = TurnWatch(self._scheduler)
         self._requests = requests
-        self._outcomes = [Outcome(request) for request in requests]
-        self._now = 0.0
+        self.outcomes = [Outcome(request) for request in requests]
+        self.now = 0.0
         self._steps = 0
 
     def run(self) -> Run:
         arrived = 0
         while arrived < len(self._requests) or self._scheduler.has_work:
             if not self._scheduler.has_work:
-                self._now = max(self._now, self._requests[arrived].at_s)
-            while arrived < len(self._requests) and self._requests[arrived].at_s <= self._now:
-                self._scheduler.add(_message(arrived, self._requests[arrived]), self._requests[arrived].at_s)
+                self.now = max(self.now, self._requests[arrived].at_s)
+            while arrived < len(self._requests) and self._requests[arrived].at_s <= self.now:
+                self.add(arrived, self._requests[arrived])
                 arrived += 1
-            self._step()
-        return Run(self._outcomes, self._now, self._steps, self._watch.worst)
+            self.step()
+        return Run(self.outcomes, self.now, self._steps, self._watch.worst)
 
-    def _step(self) -> None:
+    def add(self, handle: int, request: Request) -> None:
+        self._scheduler.add(_message(handle, request), request.at_s)
+
+    def step(self) -> None:
         self._watch.before_plan()
-        plan = self._scheduler.plan(self._now)
+        plan = self._scheduler.plan(self.now)
         if plan is not None:
             self._watch.after_plan(plan)
             copied_pages = len(plan.swapped_out) + len(plan.swapped_in)
             work = replace(work_of(plan), copied_pages=copied_pages)
-            self._now += self._cost.seconds(work) * (1.0 + self._noise * self._rng.uniform(-1.0, 1.0))
+            self.now += self._cost.seconds(work) * (1.0 + self._noise * self._rng.uniform(-1.0, 1.0))
             self._steps += 1
-            self._scheduler.commit(plan, RunResult([SAMPLED] * plan.sampled, [], []), self._now)
+            self._scheduler.commit(plan, RunResult([SAMPLED] * plan.sampled, [], []), self.now)
         output = self._scheduler.report()
         if output is not None:
             self._record(output)
 
     def _record(self, output: StepOutput) -> None:
         for handle in output.handles:
-            self._outcomes[handle].on_token(self._now)
+            self.outcomes[handle].on_token(self.now)
         for finished in output.finished:
-            outcome = self._outcomes[finished.handle]
-            outcome.end_s = self._now - outcome.request.at_s
+            outcome = self.outcomes[finished.handle]
+            outcome.end_s = self.now - outcome.request.at_s
             outcome.preemptions = finished.preemptions
             outcome.drafted, outcome.accepted = finished.drafted, finished.accepted
             outcome.reason, outcome.expected_s = finished.reason, finished.expected_s

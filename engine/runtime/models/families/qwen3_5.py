@@ -9,7 +9,7 @@ from engine.runtime.models.dense import FULL_ATTENTION, LINEAR_ATTENTION, DenseK
 from engine.runtime.models.family import Family, Whole
 from engine.runtime.models.rope import RopeRules
 from engine.runtime.models.spec import DecoderSpec, DeltaNet, Layer, Names
-from shared.text.model_files import NO_EFFECT, KeyMeanings, only
+from shared.text.model_files import KeyMeanings, only
 
 NAMES = Names(foreign=("mtp.", "model.visual."))
 MROPE = "mrope_section", "mrope_interleaved"  # of images: for text alone it is plain
@@ -27,6 +27,8 @@ class Qwen35Keys(DenseKeys, frozen=True, kw_only=True):
     linear_value_head_dim: int = 128
     linear_num_key_heads: int = 16
     linear_num_value_heads: int = 32
+    mtp_num_hidden_layers: int | None = 0
+    mtp_use_dedicated_embeddings: bool | None = False
 
     also_kinds: ClassVar[tuple[str, ...]] = (LINEAR_ATTENTION,)
     also_sizes: ClassVar[tuple[str, ...]] = ("full_attention_interval", *SIZES)
@@ -36,7 +38,6 @@ class Qwen35Keys(DenseKeys, frozen=True, kw_only=True):
         "output_gate_type": only("swish"),
         "mamba_ssm_dtype": only("float32"),
         "mlp_only_layers": only([], None),
-        **dict.fromkeys(("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"), NO_EFFECT),
     }
 
     @property
@@ -53,7 +54,9 @@ def describe(hf: Qwen35Keys) -> DecoderSpec:
     delta = DeltaNet(*(getattr(hf, name) for name in SIZES))
     full = hf.attention(FULL_ATTENTION, qk_norm="heads", output_gate=True)
     layers = (Layer(full if kind == FULL_ATTENTION else delta, hf.mlp()) for kind in hf.kinds)
-    return hf.decoder("Qwen3_5ForCausalLM", layers, norm=hf.norm(offset=1.0), names=NAMES)
+    has_mtp = hf.mtp_num_hidden_layers == 1 and not hf.mtp_use_dedicated_embeddings
+    mtp = Layer(full, hf.mlp()) if has_mtp else None
+    return hf.decoder("Qwen3_5ForCausalLM", layers, norm=hf.norm(offset=1.0), names=NAMES, mtp=mtp)
 
 
 WHOLE = Whole("qwen3_5", "Qwen3_5ForConditionalGeneration", "model.language_model.")
