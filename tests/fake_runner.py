@@ -110,7 +110,7 @@ def vector_of(sampling: SamplingParams, kv: array[int]) -> bytes:
     """The vector of a prompt, which depends on what each of its positions gave, in order; empty where the
     model fails numerically."""
     gathered = logits_of(kv)
-    if sampling.seed % NUMERIC_SEEDS == 0 and gathered % 8 == 0:
+    if sampling.seed % NUMERIC_SEEDS == 2 and gathered % 8 == 0:  # the API's own seed is 0
         return b""
     return gathered.to_bytes(4, "little") * sampling.vector_len
 

@@ -1,5 +1,5 @@
 """Random worlds of `engine.core.estimate.pace`: `python -m tests.pace_worlds N [FIRST] [--out FILE]` runs N,
-in both loops.
+in both loops, without drafts and with.
 
 A world has a runner of random cost, gap targets, streams of random classes and prompts of random lengths that
 arrive beside them. The scheduler is the real one, in virtual time. The laws:
@@ -21,18 +21,13 @@ from __future__ import annotations
 import argparse
 import random
 import sys
-from array import array
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from enum import Enum
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 
-from engine.contract.messages import Plan, RunResult, SamplingParams, ServiceClass, Want
-from engine.core.drafts.drafter import Proposal
-from engine.core.drafts.price import CHANCE_MAX
+from engine.contract.messages import Plan, RunResult, SamplingParams, ServiceClass
 from engine.core.estimate.cost import StepCost, Work
 from engine.core.queue.newcomers import AddSequence
 from engine.core.scheduler import Scheduler
@@ -40,7 +35,7 @@ from engine.core.scheduler_config import SchedulerConfig
 from engine.core.sequence import Sequence
 from tests.bench import figures
 from tests.bench.engine.core_window import draft_by
-from tests.bench.engine.virtual import timed_steps
+from tests.bench.engine.virtual import SAMPLED, DraftedAs, SureDrafts, timed_steps, work_of
 from tests.bench.figures import at_most, figure
 from tests.fake_runner import runner_info
 
@@ -107,43 +102,6 @@ def run_world(seed: int, *, overlap: bool = False, drafts: DraftedAs | None = No
     return _Running(random_world(seed), overlap=overlap, drafts=drafts).run()
 
 
-SAMPLED: Final = 0
-"""The token that all answers consist of."""
-
-
-class DraftedAs(Enum):
-    """The token of which all drafts consist."""
-
-    RIGHT = SAMPLED
-    WRONG = SAMPLED + 1
-
-
-@dataclass(slots=True)
-class SureDrafts:
-    """Implements `engine.core.drafts.drafter.Drafts`: as many as may be, whose chance it overstates."""
-
-    token: int
-    size: int = 1
-    pause: int = 1
-    read_len: int = 0
-    has_read: bool = True
-
-    def look(self, tokens: array[int], most: int, read_max: int) -> Proposal | None:
-        return Proposal([self.token] * most, CHANCE_MAX, 0)
-
-    def forced(self) -> Proposal:
-        return Proposal([], CHANCE_MAX, 0)
-
-    def take(self, draft: Proposal) -> None:
-        """Nothing: it is always as sure."""
-
-    def pass_over(self) -> None:
-        """Nothing."""
-
-    def learn(self, drafts: int, right: int) -> int:
-        return 0
-
-
 @dataclass(frozen=True, slots=True)
 class Checked:
     """What one plan showed."""
@@ -171,7 +129,7 @@ class _Running:
         )
         self._scheduler = Scheduler(config, info)
         if drafts is not None:
-            draft_by(self._scheduler, lambda _: SureDrafts(drafts.value))
+            draft_by(self._scheduler, lambda _: SureDrafts(drafts))
         self._overlap = overlap
         self._now = 0.0
         self._arrived = 0
@@ -209,7 +167,7 @@ class _Running:
             self._arrived += 1
 
     def _land(self, plan: Plan, checked: Checked) -> None:
-        work = _work_of(plan)
+        work = work_of(plan)
         step_s = self._world.cost.seconds(work)
         decodes = self._decodes(plan)
         decodes_s = self._world.cost.seconds(decodes)
@@ -217,8 +175,8 @@ class _Running:
         self._seen.steps += 1
         drafted_s = self._world.cost.seconds(self._verifying(plan)) - decodes_s
         self._seen.drafted += work.drafts
-        if decodes.decode_rows and (checked.waits or step_s > decodes_s + drafted_s):
-            given_s = step_s - decodes_s - drafted_s
+        given_s = step_s - decodes_s - drafted_s
+        if decodes.decode_rows and (checked.waits or given_s > 1e-6 * step_s):
             self._seen.waited_s += step_s
             self._seen.computed_s += given_s
             by_share_s = self._world.prompt_share * step_s
@@ -232,7 +190,7 @@ class _Running:
     def _verifying(self, plan: Plan) -> Work:
         """The decodes with their drafts."""
         rows = [i for i, sequence in enumerate(self._rows(plan)) if sequence is not None]
-        return _of_rows(plan, rows)
+        return work_of(plan, rows)
 
     def _rows(self, plan: Plan) -> list[Sequence | None]:
         """The sequence of each row that is a decode, and None for a chunk of a prompt."""
@@ -248,7 +206,7 @@ class _Running:
         waits = any(sequence.pending_len > 1 for sequence in flight.prefills)
         if not streams:
             return Checked(waits)
-        step_s = world.cost.seconds(_work_of(plan))
+        step_s = world.cost.seconds(work_of(plan))
         decodes_s = world.cost.seconds(self._decodes(plan))
         target_s = min(world.gap_targets_s[sequence.service_class] for sequence in streams)
         by_share_s = max(2.0 * decodes_s, decodes_s / (1.0 - world.prompt_share))
@@ -271,7 +229,7 @@ class _Running:
         longer_s = []
         for i, sequence in enumerate(self._scheduler._in_flight[plan.step].rows):
             if id(sequence) in chunks and sequence.pending_len:
-                longer_s.append(self._world.cost.seconds(_work_of(plan, longer=i)))
+                longer_s.append(self._world.cost.seconds(work_of(plan, longer=i)))
         return bool(longer_s) and min(longer_s) > room_s
 
     def _excess_s(self, plan: Plan) -> float:
@@ -291,23 +249,6 @@ class _Running:
         if seen.waited_s > 20 * seen.longest_chunk_s > 0.0:
             least_s = 0.85 * seen.owed_s - seen.longest_chunk_s
             assert seen.computed_s >= least_s, f"prompts had {seen.computed_s} s, and not {least_s} s"
-
-
-def _work_of(plan: Plan, longer: int | None = None) -> Work:
-    """The work of a plan, or of one whose row `longer` has one token more."""
-    return _of_rows(plan, range(len(plan.slots)), longer, seats=len(plan.seated))
-
-
-def _of_rows(plan: Plan, rows: Iterable[int], longer: int | None = None, seats: int = 0) -> Work:
-    drafts = dict(
-        zip((i for i, want in enumerate(plan.wants) if want is Want.VERIFY), plan.drafts, strict=True)
-    )
-    rows = [*rows]
-    others = [i for i in rows if i not in drafts]
-    lengths = [plan.lengths[i] + (i == longer) for i in others]
-    work = Work.of([plan.positions[i] for i in others], lengths, seats=seats)
-    verifying = [i for i in rows if i in drafts]
-    return work.verifying([plan.positions[i] for i in verifying], [drafts[i] for i in verifying])
 
 
 KINDS: Final[dict[str, dict[str, Any]]] = {

@@ -12,13 +12,14 @@ import io
 import re
 import tokenize
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
 from typing import Final
 
 import pytest
+import yaml
 
 from engine.api.answer import encoder, outputs
 from engine.api.answer import exchange as engine_exchange
@@ -38,13 +39,14 @@ from gateway.operators import listener as admin_listener
 from gateway.relay import stream
 from gateway.request import pipeline
 from shared import cli
-from shared.apis import chat_form, holding, patterns, schemas, structure, tools, validation
+from shared.apis import chat_form, decisions, holding, patterns, rerank, schemas, structure, tools, validation
 from shared.apis.chat import ChatRequest
 from shared.apis.completions import CompletionRequest
 from shared.cli.service import SERVICES
 from shared.fairness import fair_share, fair_turns
 from shared.http2 import limits as http2_limits
 from shared.process import listening, memory
+from shared.process.settings import walk
 from shared.text import known_pieces, prompts, rendering, text_slices
 from shared.wire import errors, shapes
 from shared.wire.end_reason import MEANINGS
@@ -224,6 +226,37 @@ def test_every_option_that_is_named_exists() -> None:
     assert set(re.findall(r"`(--[a-z][a-z-]+)`", EVERYTHING)) <= known | gone
 
 
+_OF_AN_ANSWER: Final = re.compile(r"(?:usage|error|stream_options|custom_tool_call_input)\.")
+"""Fields, and events of a stream, of others' APIs."""
+_FILES_OF_OTHERS: Final = {"opencode.json", "ca.crt", "torch.load"}
+
+
+def _values_of_the_chart(values: Mapping[str, object], path: str = "") -> Iterator[str]:
+    for name, inside in values.items():
+        here = f"{path}.{name}".lstrip(".")
+        yield here
+        if isinstance(inside, Mapping):
+            yield from _values_of_the_chart(inside, here)
+
+
+def test_every_setting_value_and_event_that_is_named_is_one() -> None:
+    """Of all names with a dot: `limits.live_max`, `engine.replicas`, `token.refused`."""
+    chart = yaml.safe_load((ROOT / "helm/values.yaml").read_text())
+    settings = {one.path for kind in (config.GatewayConfig, EngineConfig) for one in walk(kind)}
+    known = {f"gateway.{one.name}" for one in walk(config.ModelConfig)}  # of an entry of models
+    for path in (*_values_of_the_chart(chart), *settings, "source.hub"):
+        parts = path.replace("[]", "").split(".")
+        known |= {".".join(parts[at:]) for at in range(len(parts))}
+    sources = [path for top in TOPS[:3] for path in sorted((ROOT / top).rglob("*.py"))]
+    literals = set(re.findall(r'"([a-z_]+\.[a-z_.]+)"', "".join(path.read_text() for path in sources)))
+    texts = {name: text for name, text in DOCUMENTS.items() if name != CHANGES}
+    texts |= {str(path): path.read_text() for path in (ROOT / "helm").glob("*.md")}
+    for name, text in texts.items():
+        named = set(re.findall(r"`([a-z][a-z_]*\.[a-z_][a-z_.]*)`", text))
+        strange = {one for one in named - known - literals - _FILES_OF_OTHERS if not _OF_AN_ANSWER.match(one)}
+        assert not strange, name
+
+
 def test_every_command_is_in_the_readme() -> None:
     lines = list(command_lines(README.read_text(), "penstock"))
     assert {command for command, *_ in lines} == cli.COMMANDS.keys() | SERVICES.keys()
@@ -280,6 +313,13 @@ BOUNDS_OF_A_REQUEST: Final[dict[str, list[float]]] = {
         text_slices.RUN_LEN_MAX,
     ],
     "an answer, log-probabilities included, as estimated from what is asked for": [admission.ANSWER_LEN_MAX],
+    "documents of a ranking; questions of decisions; choices; levels; bytes of a part of JSON": [
+        rerank.DOCUMENTS_MAX,
+        decisions.QUESTIONS_MAX,
+        decisions.CHOICES_MAX,
+        decisions.LEVELS_MAX,
+        decisions.JSON_LEN_MAX,
+    ],
     "`stop` strings; length; `stop_token_ids`; `logit_bias`": [
         shapes.STOP_MAX,
         shapes.STOP_LEN_MAX,

@@ -96,8 +96,8 @@ class SamplingParams(msgspec.Struct, array_like=True, frozen=True):
     """The same for each prompt token but the first. Until they are sent, such a sequence takes nothing from
     the prefix cache, because cached positions are not computed and so have no logits."""
     vector_len: int = 0
-    """The numbers of the prompt's vector, where that is asked for; 0: it is not. Then `max_tokens` is 0. Such
-    a sequence takes nothing from the prefix cache and leaves nothing there: its vector may be of all
+    """The numbers of the prompt's vector, where that is asked for; 0: it is not. Then `max_tokens` is 0, and
+    the sequence takes nothing from the prefix cache and leaves nothing there: a vector may be of all
     tokens."""
     scored: bytes = b""
     """Token ids, packed, whose log-probabilities behind the prompt are asked for; b"": none are. Then

@@ -54,6 +54,7 @@ from typing import Final
 from engine.contract.messages import Finished, FinishReason, SamplingParams, ServiceClass, Want
 from engine.core.drafts.drafter import Drafts, Proposal
 from engine.core.drafts.guesses import GuessDrafts
+from engine.core.drafts.price import Why
 from engine.core.pages.block_manager import BlockManager, PageChain, PageIdentity
 
 
@@ -157,10 +158,14 @@ class Sequence:
     """The same, where the model guesses; else None."""
     foreseen: Sequence_[int] = ()
     """Where it follows a grammar: the drafts behind which its masks are known."""
+    foreseen_why: Sequence_[Why] = ()
+    """Why each of them is drafted. Empty where that was not told."""
     masks_ahead: Sequence_[bytes] = ()
     """The mask behind each of them."""
     draft: Proposal | None = None
     """What the beginning of these was drafted as; None where the grammar forces them."""
+    draft_chance: float = 0.0
+    """The chance of the drafts that it verified last, or verifies, that one is right."""
     drafts_from: int = NEVER
     """The computed tokens from which on a plan is to look at it for drafts."""
     looks_from: int = 0
@@ -368,18 +373,18 @@ class Sequence:
         if want:
             self.coming += 1
             if self.mask:
-                self.mask, self.foreseen, self.masks_ahead = None, (), ()
+                self.mask, self.foreseen, self.foreseen_why, self.masks_ahead = None, (), (), ()
                 self.drafts_from = NEVER
         if want is Want.VERIFY:
             self.verifying = length - 1
             self.coming += length - 1
             self.drafted += length - 1
 
-    def foresee(self, drafts: Sequence_[int], masks: Sequence_[bytes]) -> None:
+    def foresee(self, drafts: Sequence_[int], masks: Sequence_[bytes], why: Sequence_[Why] = ()) -> None:
         """Know the masks behind drafts, none of which ends it."""
         stops = self.sampling.stop_token_ids
         length = next((at for at, token in enumerate(drafts) if token in stops), len(drafts))
-        self.foreseen, self.masks_ahead = drafts[:length], masks[:length]
+        self.foreseen, self.masks_ahead, self.foreseen_why = drafts[:length], masks[:length], why[:length]
         self.drafts_from = 0 if length else NEVER
 
     def land(self, length: int, want: Want) -> None:

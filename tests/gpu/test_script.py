@@ -273,7 +273,7 @@ def test_the_floor_of_many_requests() -> None:
     assert whole.requests_floor_s(QWEN3_06B, wanted, H200) == pytest.approx(expected, rel=1e-3)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @interpreted
 def test_the_checks_of_the_whole_engine_at_toy_size(tmp_path: Path) -> None:
     path = make_tiny_model("qwen3", tmp_path / "tiny", **SMALL)
@@ -284,6 +284,12 @@ def test_the_checks_of_the_whole_engine_at_toy_size(tmp_path: Path) -> None:
 
     assert engine.through_the_core(path, load, count=2, outputs=2)["tokens"] == 8
     assert engine.graphs(path, load, count=2, outputs=3)["steps"] > 2
+
+    def load_drafting(path: Path, **settings: Any) -> DeviceRunner:
+        return load(path, **{"max_drafts": 3} | settings, enforce_eager=True)
+
+    found = engine.drafted(path, load_drafting, count=3, outputs=8)
+    assert found["steps"] <= found["steps_plain"]
     assert engine.choices(path, load, count=3, outputs=2)["tokens"] == 24
     hybrid = other_model("qwen3_5_text", tmp_path / "hybrid")
     assert engine.snapshots(hybrid, load, count=2, outputs=3)["restored"] > 0

@@ -17,6 +17,7 @@ import contextlib
 import json
 import random
 import subprocess
+import sys
 import threading
 import time
 import urllib.request
@@ -37,6 +38,7 @@ TARGET_PORT: Final = 8000
 PERIOD_S: Final = 0.2
 LAG_S: Final = 2.0
 END_PERIOD_S: Final = 1.0
+BEAT_S: Final = 5.0
 COMMAND_S: Final = 120.0
 
 
@@ -241,6 +243,7 @@ class Kubelet:
         return f"http://{ROUTER}:{SERVICE_PORT}"
 
     def __exit__(self, *_: object) -> None:
+        sys.stderr.write("".join(f"{failure}\n" for failure in self.failures))
         self._stop.set()
         self._thread.join()
         self._proxy.stop()
@@ -273,18 +276,26 @@ class Kubelet:
         return {pod.name: uid for uid, pod in self._pods.items() if not pod.is_leaving.is_set()}
 
     def _run(self) -> None:
+        beaten_s = -BEAT_S
         while not self._stop.wait(PERIOD_S):
-            there = {one["metadata"]["uid"]: one for one in self.api.items(self.namespace, "pods")}
-            for uid, manifest in there.items():
-                if uid not in self._pods:
-                    self._pods[uid] = Pod(self, manifest)
-                if "deletionTimestamp" in manifest["metadata"]:
-                    self._pods[uid].is_leaving.set()
-            for uid in self._pods.keys() - there.keys():
-                pod = self._pods.pop(uid)
-                pod.is_leaving.set()
-                self.ended.append(pod)
-            self._write_hosts(self._named())
+            with contextlib.suppress(OSError):  # a busy server is asked again
+                if time.monotonic() > beaten_s + BEAT_S:
+                    self.api.beat()
+                    beaten_s = time.monotonic()
+                self._look()
+
+    def _look(self) -> None:
+        there = {one["metadata"]["uid"]: one for one in self.api.items(self.namespace, "pods")}
+        for uid, manifest in there.items():
+            if uid not in self._pods:
+                self._pods[uid] = Pod(self, manifest)
+            if "deletionTimestamp" in manifest["metadata"]:
+                self._pods[uid].is_leaving.set()
+        for uid in self._pods.keys() - there.keys():
+            pod = self._pods.pop(uid)
+            pod.is_leaving.set()
+            self.ended.append(pod)
+        self._write_hosts(self._named())
 
     def _endpoints(self) -> Iterator[tuple[str, Manifest]]:
         """Addresses that are ready, with the Services that they are of."""

@@ -3,6 +3,7 @@
 #
 #     tests/ship/run.sh            # builds what is not built yet, and checks all
 #     tests/ship/run.sh compose    # the compose part alone
+#     tests/ship/run.sh kube       # the images as pods: a first token, an upgrade and a rollback under load
 #     tests/ship/run.sh --cuda     # the engine's image for CUDA alone: 4 GB of packages, and 30 GB of disk meanwhile
 #     tests/ship/run.sh --check    # seconds: says in a line whether containers run here, and builds nothing
 #
@@ -13,6 +14,7 @@
 # SHIP_HOME   where images and the base are kept (default: /var/tmp/penstock-ship)
 # BASE        an image to build on; unset, one is made by debootstrap, which stands in for Python's own
 # PIP_FIND_LINKS   a folder with torch's wheel for CPUs, where PyTorch's index cannot be reached
+# KUBE_SERVERS     as in tests/ship/kube.sh; without it `kube` builds the servers, and the whole leaves the part out
 # CARDS       with --cuda: the cards whose kernels are compiled, with commas between (default: the Dockerfile's)
 #
 # Not shown here: the published base image, a GPU, and the images of Grafana and Jaeger, which cannot be fetched
@@ -135,4 +137,9 @@ if [ -x .venv/bin/python ]; then  # with the engine, which compose has in its im
         echo "the console was not shown in a browser: $(tail -1 "$home/chromium.log")" >&2
     fi
 fi
-exec env PYTHONPATH=. "$home/tools/bin/python" -m tests.ship.containers --home "$home" "$@"
+if [ "${1:-}" != kube ]; then
+    env PYTHONPATH=. "$home/tools/bin/python" -m tests.ship.containers --home "$home" "$@"
+fi
+if [ "${1:-}" = kube ] || { [ $# = 0 ] && [ -n "${KUBE_SERVERS:-}" ]; }; then
+    exec env PYTHONPATH=. PYTHON="$home/tools/bin/python" tests/ship/kube.sh --only served
+fi

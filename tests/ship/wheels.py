@@ -27,7 +27,7 @@ from typing import Final
 ROOT: Final = Path(__file__).parent.parent.parent
 PATIENCE_S: Final = 600.0
 AGAIN_S: Final = 0.2
-STRANGERS: Final = ("engine", "torch", "triton", "safetensors", "huggingface_hub/cli")
+STRANGERS: Final = ("engine", "torch", "triton", "safetensors", "numpy")
 
 
 def say(line: str) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from typing import Final, NamedTuple, Protocol
 
 from engine.core.drafts.ngrams import NGrams
-from engine.core.drafts.price import FORCED, Acceptance
+from engine.core.drafts.price import FORCED, Acceptance, Why
 
 PAUSE_MAX: Final = 16
 """The most tokens that pass from one look that finds nothing to the next."""
@@ -22,6 +23,8 @@ class Proposal(NamedTuple):
     """True if one of them is to be tried, whatever the chance."""
     predicted: int = 0
     """The leading ones that the caller predicted, who is charged for those that are wrong."""
+    why: Sequence[Why] = ()
+    """Why each is drafted, where a grammar is followed. Empty: all were found likely."""
 
 
 class Drafts(Protocol):
@@ -78,7 +81,7 @@ def before_end(tokens: list[int], stops: tuple[int, ...]) -> list[int]:
 class NGramDrafts:
     """Implements `Drafts` by what followed the newest tokens before."""
 
-    __slots__ = ("_misses", "_ngrams", "_predicted", "_stops", "_verified", "acceptance", "has_read")
+    __slots__ = ("_misses", "_ngrams", "_predicted", "_stops", "_verified", "_why", "acceptance", "has_read")
 
     def __init__(self, len_max: int, stops: tuple[int, ...]) -> None:
         """`len_max`: the most tokens that the sequence may come to. `stops`: the tokens that end it."""
@@ -87,6 +90,7 @@ class NGramDrafts:
         self._stops: Final = stops
         self._misses = 0
         self.has_read = True
+        self._why: Sequence[Why] = ()
         self._verified = self._predicted = 0
         """The kind of the drafts that are being verified, and how many of them the caller predicted."""
 
@@ -119,11 +123,18 @@ class NGramDrafts:
 
     def take(self, draft: Proposal) -> None:
         self._verified, self._predicted, self._misses = draft.kind, draft.predicted, 0
+        self._why = draft.why
 
     def pass_over(self) -> None:
         self._misses += 1
         self.acceptance.pass_over()
 
     def learn(self, drafts: int, right: int) -> int:
-        self.acceptance.learn(self._verified, right, all_right=right == drafts)
+        if not self._why:
+            self.acceptance.learn(self._verified, right, all_right=right == drafts)
+        for kind, why in ((self._verified, Why.DRAFTED), (FORCED, Why.FORCED)) if self._why else ():
+            own = self._why[:right].count(why)
+            is_wrong = right < drafts and self._why[right] is why
+            if own or is_wrong:  # what is sure says nothing
+                self.acceptance.learn(kind, own, all_right=not is_wrong)
         return min(self._predicted, drafts)

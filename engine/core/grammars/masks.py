@@ -22,8 +22,10 @@ Rules
    ends it, since its request ignores them, it ends as soon as the matcher is complete.
 5. Preemption, pauses and recomputation leave matcher and mask alone: they depend on tokens, not on pages.
 6. With a mask may come those behind drafts (`engine.core.drafts`), as far as the grammar allows these and
-   goes on behind each; and where it allows one token alone, that is a draft. A copy of the matcher has taken
-   them in, and the matcher itself takes in what comes of them.
+   goes on behind each; and where it forces a text, as of a key of JSON, the tokens of that are drafts, too.
+   Of each is told why it is one: where it is the only token that is allowed, no chance is estimated
+   (`engine.core.drafts.price`). A copy of the matcher has taken them in, and the matcher itself takes in what
+   comes of them.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ from enum import Enum
 from typing import Final, Protocol
 
 from engine.contract.messages import FinishReason, Want
+from engine.core.drafts.price import Why
 from engine.core.sequence import Sequence as Sequence_
 
 GRACE_PART: Final = 0.125
@@ -66,6 +69,8 @@ class Filled:
     """Tokens that may follow one after another."""
     ahead: Sequence[bytes] = ()
     """The mask of the token behind each of them."""
+    why: Sequence[Why] = ()
+    """Why each of them is drafted."""
 
 
 class Grammars(Protocol):
@@ -156,7 +161,7 @@ class Masks:
                 yield sequence, None
                 sequence.mask = filled.mask
                 if filled.drafts:
-                    sequence.foresee(filled.drafts, filled.ahead)
+                    sequence.foresee(filled.drafts, filled.ahead, filled.why)
 
     @property
     def first_token_by(self) -> float:
@@ -186,6 +191,11 @@ class Masks:
 def _may_end(sequence: Sequence_, mask: bytes) -> bool:
     """True if the mask allows a token that ends the sequence."""
     return any(is_allowed(mask, token) for token in sequence.sampling.stop_token_ids)
+
+
+def is_single(mask: bytes) -> bool:
+    """True if a mask allows one token alone. A hundred thousand take 5 us."""
+    return int.from_bytes(mask, "little").bit_count() == 1
 
 
 def is_allowed(mask: bytes, token: int) -> bool:

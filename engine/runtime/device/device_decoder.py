@@ -395,7 +395,6 @@ class _Loader:
         own = layer_parameters(self.config, layer, self.shard)
         norms = {role: each.read(self.source) for role, each in own.norms.items()}
         attention, mlp = self.share.layers[layer].attention, self.share.layers[layer].mlp
-        before = [type(each.attention) for each in self.config.layers[:layer]]
         mixing: _Attention | DeltaLayer
         if isinstance(attention, DeltaNet):
             inputs, eps = own.matrices[Matrix.DELTA], self.config.norm.eps
@@ -406,7 +405,7 @@ class _Loader:
         return _Layer(
             inputs=self._linear(inputs, norms.get(NormRole.ATTENTION)),
             attention=mixing,
-            place=before.count(type(attention)),
+            place=self.config.places[layer],
             output=self._linear(own.matrices[Matrix.OUTPUT]),
             post_norm=self._post_norm(norms.get(NormRole.ATTENTION_POST)),
             gate_up=replace(

@@ -274,6 +274,12 @@ class DecoderSpec:
         return tuple(own.attention for own in self.layers if isinstance(own.attention, DeltaNet))
 
     @property
+    def places(self) -> tuple[int, ...]:
+        """Each layer's number among `attentions`, or among `deltas`."""
+        kinds = [type(own.attention) for own in self.layers]
+        return tuple(kinds[:at].count(kind) for at, kind in enumerate(kinds))
+
+    @property
     def mtp_body(self) -> DecoderSpec:
         """The MTP layer as a decoder of one layer, with a last norm of its own."""
         assert self.mtp is not None

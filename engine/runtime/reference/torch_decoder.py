@@ -33,7 +33,6 @@ from engine.runtime.reference.layers import PackedLinear, layer_norm, rms_norm, 
 from engine.runtime.weights.checkpoint import WeightSource
 from engine.runtime.weights.parameters import (
     DeltaWeights,
-    LayerParameters,
     Matrix,
     NormRole,
     final_norm,
@@ -202,10 +201,10 @@ class TorchLayers:
             for role, each in own.matrices.items()
         }
         norms = {role: each.read(source) for role, each in own.norms.items()}
-        before = [type(layer.attention) for layer in config.layers[:index]]
-        attention, place = share.attention, before.count(type(share.attention))
+        attention, place = share.attention, config.places[index]
         if isinstance(attention, DeltaNet):
-            delta = _delta_net(attention, own, source, config.norm.eps)
+            read = DeltaWeights.read(own.delta, source)
+            delta = TorchDeltaNet(attention, read, config.norm.eps)
             return _Layer(share, matrices, norms, None, place, delta)
         qk_norm = norms.pop(NormRole.QK, None)
         if qk_norm is not None and attention.qk_norm != "width":
@@ -262,11 +261,6 @@ class TorchDecoder(TorchLayers):
             logits = logits * config.logit_scale
         cap = config.logit_softcap
         return logits if cap is None else (logits / cap).tanh() * cap
-
-
-def _delta_net(own: DeltaNet, parameters: LayerParameters, source: WeightSource, eps: float) -> TorchDeltaNet:
-    read = DeltaWeights.read(parameters.delta, source)
-    return TorchDeltaNet(own, read.conv, read.rate, read.step_bias, read.norm, eps)
 
 
 def tempers(tempering: Tempering, positions: Tensor) -> Tensor:

@@ -11,8 +11,9 @@ from __future__ import annotations
 import math
 import random
 from array import array
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
 from typing import Final
 from unittest import mock
 
@@ -25,7 +26,10 @@ from engine.contract.messages import (
     ServiceClass,
     StepOutput,
     TimedStep,
+    Want,
 )
+from engine.core.drafts.drafter import Drafts, Proposal
+from engine.core.drafts.price import CHANCE_MAX
 from engine.core.estimate.cost import StepCost, Work
 from engine.core.queue.newcomers import AddSequence
 from engine.core.queue.policy import OLDEST_EVERY, RESPONSE_RATIO, Discipline
@@ -34,9 +38,12 @@ from engine.core.scheduler_config import SchedulerConfig
 from engine.core.sequence import Sequence as Admitted
 from engine.core.sequence import Status
 from engine.core.step.planner import Planner
-from tests.bench.engine.core_window import due, holdings, in_slot, is_following
+from tests.bench.engine.core_window import draft_by, due, holdings, in_slot, is_following
 
 VOCAB_SIZE: Final = 1000
+SAMPLED: Final = 0
+"""The token that all answers consist of."""
+DRAFTS_MAX: Final = 15
 UNBOUNDED: Final = 1_000_000
 UNBOUNDED_GAPS: Final = (math.inf,) * len(ServiceClass)
 
@@ -72,6 +79,12 @@ class Engine:
     noise: float = 0.0
     """The largest share of its time by which a step takes longer or shorter, at random."""
     noise_seed: int = 1
+    drafter_of: Callable[[Admitted], Drafts] | None = None
+    """What sequences draft by; None: nothing is."""
+    warm_cost: StepCost | None = None
+    """The cost of the steps that are timed while warming up; None: as of all others."""
+    is_measured: bool = True
+    """False if no step is timed while warming up."""
 
 
 @dataclass(slots=True)
@@ -86,6 +99,8 @@ class Outcome:
     gaps_s: array[float] = field(default_factory=lambda: array("d"), repr=False)
     """Times between its tokens."""
     preemptions: int = 0
+    drafted: int = 0
+    accepted: int = 0
     reason: FinishReason | None = None
     expected_s: float = 0.0
     """The estimate with which it was refused as too late."""
@@ -174,6 +189,21 @@ def run(requests: Sequence[Request], engine: Engine) -> Run:
     return _Virtual(requests, engine).run()
 
 
+def tokens_per_second(streams: int, steps: int, engine: Engine, prompt_len: int = 2) -> float:
+    """The tokens per second of so many streams in the first steps in which they are together, and none of
+    them ends."""
+    requests = [Request(0.0, prompt_len, 2 * DRAFTS_MAX * (steps + streams))] * streams
+    virtual = _Virtual(requests, engine)
+    for handle, request in enumerate(requests):
+        virtual.add(handle, request)
+    while any(math.isnan(outcome.first_token_s) for outcome in virtual.outcomes):
+        virtual.step()
+    began_at, had = virtual.now, sum(len(outcome.gaps_s) for outcome in virtual.outcomes)
+    for _ in range(steps):
+        virtual.step()
+    return (sum(len(outcome.gaps_s) for outcome in virtual.outcomes) - had) / (virtual.now - began_at)
+
+
 class _Virtual:
     def __init__(self, requests: Sequence[Request], engine: Engine) -> None:
         len_max = max(request.prompt_len + request.output_len for request in requests)
@@ -188,7 +218,8 @@ class _Virtual:
             warmup_s=0.0,
             host_pages=engine.host_pages,
             page_copy_s=engine.cost.page_s if engine.host_pages else 0.0,
-            timed_steps=timed_steps(engine.cost),
+            timed_steps=timed_steps(engine.warm_cost or engine.cost) if engine.is_measured else (),
+            drafts_max=DRAFTS_MAX if engine.drafter_of else 0,
         )
         config = SchedulerConfig(
             step_tokens_max=engine.step_tokens_max,
@@ -200,45 +231,100 @@ class _Virtual:
         self._cost, self._noise, self._rng = engine.cost, engine.noise, random.Random(engine.noise_seed)
         with mock.patch("engine.core.scheduler.Planner", engine.planner):
             self._scheduler = Scheduler(config, info, engine.discipline)
+        if engine.drafter_of is not None:
+            draft_by(self._scheduler, engine.drafter_of)
         self._watch = TurnWatch(self._scheduler)
         self._requests = requests
-        self._outcomes = [Outcome(request) for request in requests]
-        self._now = 0.0
+        self.outcomes = [Outcome(request) for request in requests]
+        self.now = 0.0
         self._steps = 0
 
     def run(self) -> Run:
         arrived = 0
         while arrived < len(self._requests) or self._scheduler.has_work:
             if not self._scheduler.has_work:
-                self._now = max(self._now, self._requests[arrived].at_s)
-            while arrived < len(self._requests) and self._requests[arrived].at_s <= self._now:
-                self._scheduler.add(_message(arrived, self._requests[arrived]), self._requests[arrived].at_s)
+                self.now = max(self.now, self._requests[arrived].at_s)
+            while arrived < len(self._requests) and self._requests[arrived].at_s <= self.now:
+                self.add(arrived, self._requests[arrived])
                 arrived += 1
-            self._step()
-        return Run(self._outcomes, self._now, self._steps, self._watch.worst)
+            self.step()
+        return Run(self.outcomes, self.now, self._steps, self._watch.worst)
 
-    def _step(self) -> None:
+    def add(self, handle: int, request: Request) -> None:
+        self._scheduler.add(_message(handle, request), request.at_s)
+
+    def step(self) -> None:
         self._watch.before_plan()
-        plan = self._scheduler.plan(self._now)
+        plan = self._scheduler.plan(self.now)
         if plan is not None:
             self._watch.after_plan(plan)
             copied_pages = len(plan.swapped_out) + len(plan.swapped_in)
-            work = Work.of(plan.positions, plan.lengths, copied_pages, seats=len(plan.seated))
-            self._now += self._cost.seconds(work) * (1.0 + self._noise * self._rng.uniform(-1.0, 1.0))
+            work = replace(work_of(plan), copied_pages=copied_pages)
+            self.now += self._cost.seconds(work) * (1.0 + self._noise * self._rng.uniform(-1.0, 1.0))
             self._steps += 1
-            self._scheduler.commit(plan, RunResult([0] * plan.sampled, [], []), self._now)
+            self._scheduler.commit(plan, RunResult([SAMPLED] * plan.sampled, [], []), self.now)
         output = self._scheduler.report()
         if output is not None:
             self._record(output)
 
     def _record(self, output: StepOutput) -> None:
         for handle in output.handles:
-            self._outcomes[handle].on_token(self._now)
+            self.outcomes[handle].on_token(self.now)
         for finished in output.finished:
-            outcome = self._outcomes[finished.handle]
-            outcome.end_s = self._now - outcome.request.at_s
+            outcome = self.outcomes[finished.handle]
+            outcome.end_s = self.now - outcome.request.at_s
             outcome.preemptions = finished.preemptions
+            outcome.drafted, outcome.accepted = finished.drafted, finished.accepted
             outcome.reason, outcome.expected_s = finished.reason, finished.expected_s
+
+
+def work_of(plan: Plan, rows: Iterable[int] | None = None, longer: int | None = None) -> Work:
+    """The work of a plan, or of these of its rows, of which row `longer` has one token more."""
+    verifying = [i for i, want in enumerate(plan.wants) if want is Want.VERIFY]
+    drafts = dict(zip(verifying, plan.drafts, strict=True))
+    asked = range(len(plan.slots)) if rows is None else rows
+    others = [i for i in asked if i not in drafts]
+    work = Work.of(
+        [plan.positions[i] for i in others],
+        [plan.lengths[i] + (i == longer) for i in others],
+        seats=len(plan.seated) if rows is None else 0,
+    )
+    own = [i for i in asked if i in drafts]
+    return work.verifying([plan.positions[i] for i in own], [drafts[i] for i in own])
+
+
+class DraftedAs(Enum):
+    """The token of which all drafts consist."""
+
+    RIGHT = SAMPLED
+    WRONG = SAMPLED + 1
+
+
+@dataclass(slots=True)
+class SureDrafts:
+    """Implements `engine.core.drafts.drafter.Drafts`: as many as may be, of whose chance it is always as
+    sure."""
+
+    kind: DraftedAs
+    size: int = 1
+    pause: int = 1
+    read_len: int = 0
+    has_read: bool = True
+
+    def look(self, tokens: array[int], most: int, read_max: int) -> Proposal | None:
+        return Proposal([self.kind.value] * most, CHANCE_MAX, 0)
+
+    def forced(self) -> Proposal:
+        return Proposal([], CHANCE_MAX, 0)
+
+    def take(self, draft: Proposal) -> None:
+        """Learns nothing."""
+
+    def pass_over(self) -> None:
+        """Learns nothing."""
+
+    def learn(self, drafts: int, right: int) -> int:
+        return 0
 
 
 def timed_steps(cost: StepCost) -> tuple[TimedStep, ...]:

@@ -14,9 +14,10 @@ from llguidance import LLParserLimits
 
 from engine.contract import grammars
 from engine.contract.grammars import Matcher, Vocabulary, vocabulary_of
+from engine.core.drafts.price import Why
 from engine.core.grammars import lanes, threads
 from engine.core.grammars.lanes import Lane
-from engine.core.grammars.masks import Filled, MatcherStanding, is_allowed
+from engine.core.grammars.masks import Filled, MatcherStanding, is_allowed, is_single
 from engine.core.grammars.threads import CACHED_MAX, PROVEN, GrammarThreads
 from engine.demo import MODEL_DIR
 from tests.waiting import PATIENCE_S
@@ -107,6 +108,11 @@ def test_masks_behind_drafts_are_those_that_the_tokens_themselves_have(
     foreseen = bell.filled(1, 2, 3)
     assert list(foreseen[1].drafts) == [b, c], "behind these a token is forced by which it is complete"
     assert list(foreseen[2].drafts) == list(foreseen[3].drafts) == [b], "it allows no other"
+    assert [list(foreseen[handle].why) for handle in (1, 2, 3)] == [
+        [Why.SURE, Why.DRAFTED],  # what is drafted, and the only one; and one of two
+        [Why.SURE],
+        [Why.SURE],
+    ]
     masks = []
     bell.grammars.advance([(4, a)])
     assert not bell.filled(4)[4].drafts, "none was asked for"
@@ -120,6 +126,22 @@ def test_masks_behind_drafts_are_those_that_the_tokens_themselves_have(
     assert behind[1].mask == masks[1]
     assert behind[2].standing is MatcherStanding.GOES_ON
     assert not behind[1].drafts, "forced, and the end"
+
+
+def test_the_keys_of_a_schema_are_drafted_and_sure(bell: Bell, vocabulary: Vocabulary) -> None:
+    """The text of a key and what stands around it takes few steps, though nothing was found likely."""
+    properties = {name: {"type": "boolean"} for name in ("description", "available")}
+    schema = {"type": "object", "properties": properties, "required": [*properties]}
+    compact = {"x-guidance": {"whitespace_flexible": False}, **schema, "additionalProperties": False}
+    bell.grammars.open(1, Matcher.grammar_from_json_schema(json.dumps(compact)), "")
+    bell.filled(1)
+    opening = vocabulary.tokenize_str('{"')[0]
+    bell.grammars.advance([(1, opening)], {1: []})
+    foreseen = bell.filled(1)[1]
+    assert '{"description":'.startswith(vocabulary.decode_str([opening, *foreseen.drafts]))
+    assert len(foreseen.drafts) >= min(4, threads.FORESEEN_MAX)
+    assert {*foreseen.why} == {Why.SURE}
+    assert all(is_single(mask) for mask in foreseen.ahead[:-1])
 
 
 def test_a_complete_matcher_allows_the_end_alone(bell: Bell, vocabulary: Vocabulary) -> None:

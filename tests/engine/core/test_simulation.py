@@ -132,7 +132,8 @@ def test_laws_hold_in_every_world(world: str) -> None:
     for seed in range(SEEDS_OVERLAPPED):
         simulation = OverlappedSimulation(random.Random(seed), WORLDS[world])
         report = simulation.run()
-        assert simulation.runner.overlaps > report.steps / 2, "it hardly overlaps"
+        least = 0 if WORLDS[world].drafts_max else report.steps / 2  # a plan with drafts waits
+        assert simulation.runner.overlaps > least, "it hardly overlaps"
         assert [life.message for life in report.lives] == [life.message for life in plain[seed].lives]
         for life, other in zip(report.lives, plain[seed].lives, strict=True):
             common = min(len(life.tokens), len(other.tokens))

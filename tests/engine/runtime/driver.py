@@ -117,7 +117,17 @@ class Driver:
         life.computed = length
         return life
 
-    def step(self, rows: Sequence[tuple[int, int]], drafts: Mapping[int, Sequence[int]] = {}) -> RunResult:
+    def read(self, rows: Sequence[tuple[int, int]]) -> RunResult:
+        """Compute so many further tokens of each slot, and sample none."""
+        return self.step(rows, samples=False)
+
+    def step(
+        self,
+        rows: Sequence[tuple[int, int]],
+        drafts: Mapping[int, Sequence[int]] = {},
+        *,
+        samples: bool = True,
+    ) -> RunResult:
         """Compute so many further tokens of each slot; a row that reaches what is known samples. `drafts`: by
         slot, of rows of one token, which verify them."""
         verified = [(slot, 1 + len(drafts[slot])) for slot, _ in rows if slot in drafts]
@@ -138,7 +148,7 @@ class Driver:
                 assert life.computed == len(life.tokens) - 1
                 wants.append(Want.VERIFY)
                 continue
-            wants.append(Want.SAMPLE if end == len(life.tokens) else Want.NOTHING)
+            wants.append(Want.SAMPLE if samples and end == len(life.tokens) else Want.NOTHING)
             life.computed = end
         slots, lengths = [slot for slot, _ in rows], [length for _, length in rows]
         copies = self._swapped_out, self._swapped_in
