@@ -207,7 +207,7 @@ def test_drafts_change_no_bit_on_ranks(
         stops, rng = sequence.sampling.stop_token_ids, random.Random(sequence.handle)
         return FakeDrafts(whole, stops, VOCAB_SIZE, 0.7, rng)
 
-    memory = {"kv_cache_memory": 270_000} if has_states else {}
+    memory: dict[str, Any] = {"kv_cache_memory": 270_000} if has_states else {}
     with two_ranks(path, kernels=kernels, **memory) as runner:
         info = msgspec.structs.replace(runner.info, guess_share=0.01)
         assert info.drafts_max > 3
