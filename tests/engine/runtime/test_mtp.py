@@ -35,8 +35,8 @@ PAGE, SLOTS, LEN = 16, 4, 90
 VOCAB = MODEL.vocab
 
 
-def mtp_tensors() -> dict[str, Tensor]:
-    hidden, inner, heads, kv, dim = 32, 48, 4, 2, 16
+def mtp_tensors(inner: int = 48) -> dict[str, Tensor]:
+    hidden, heads, kv, dim = 32, 4, 2, 16
     layer = {
         "input_layernorm": (hidden,),
         "post_attention_layernorm": (hidden,),

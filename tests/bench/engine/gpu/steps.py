@@ -162,12 +162,12 @@ class Bench:
         table = torch.zeros(batch + 1, width, dtype=torch.int32, device=CUDA)
         table[:batch] = torch.randperm(batch * width, device=CUDA).int().view(batch, width)
         table[batch] = batch * width
-        tokens = torch.randint(config.vocab_size, (batch + 1, context + 1), device=CUDA).int()
+        known = torch.randint(config.vocab_size, (batch + 1, context + 1), device=CUDA).int()
         sampling = DeviceSampling.empty(batch + 1, config.vocab_size, CUDA)
         asked = [SamplingParams(seed=slot, max_tokens=1) for slot in range(batch)]
         sampling.seat_all(range(batch), asked, [context + 1] * batch)
         scratch = SamplingScratch.empty(batch * tokens, config.vocab_size, self.decoder.dtype, CUDA)
-        tables = tokens, table, sampling, scratch
+        tables = known, table, sampling, scratch
         return DecodeStep(self.decoder, cache, attention, *tables, states=self._states(batch + 1))
 
     def _states(self, slots: int) -> States | None:
