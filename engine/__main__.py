@@ -100,8 +100,13 @@ def serve(config: EngineConfig) -> int:
     logs.configure("engine", level=config.log_level)
     if unread := unread_in(os.environ):
         logs.get(__name__).warning("environment.unread", names=unread)
+    problems: list[str] = []
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
-        return runner.run(server.serve(config, resolve, CoreProcess))
+        code = runner.run(server.serve(config, resolve, CoreProcess, problems.append))
+    if problems and sys.stderr.isatty():
+        logs.close()  # who sits there reads the last line, and no JSON
+        sys.stderr.write(f"penstock engine: {problems[0]}\n")
+    return code
 
 
 def _model_directory(config: EngineConfig) -> Path:

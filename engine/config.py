@@ -155,6 +155,10 @@ class EngineConfig(RunnerConfig):
     answer_format: Text = "auto"
     """How the model marks reasoning and calls: the name of a family, or a file (see "Answers" in the README);
     none: neither is looked for. auto: the checkpoint's response_template, else its family's."""
+    reranker: Literal["auto", "qwen3", "none"] = "auto"
+    """Whether the model ranks documents (/v1/rerank), as Qwen3-Reranker does. auto: where its files say so:
+    a LogitScore in modules.json, is_original_qwen3_reranker in config.json, or the question in its chat
+    template. The first checkpoints of Qwen3-Reranker say nothing of it: qwen3."""
     tls_cert: Text | None = None
     """File with the certificate chain, PEM: serve TLS, HTTP/2 by ALPN. Unset: plain text."""
     tls_key: Text | None = None

@@ -72,7 +72,7 @@ def _take_descriptors(config: GatewayConfig) -> None:
     asked = config.limits.connections_max
     if (taken := descriptors.fitting(asked)) < asked:
         told = {"open_files_max": descriptors.limit(), "connections_max": asked, "taken": taken}
-        log.warning("gateway.descriptors_few", **told)
+        log.warning("gateway.descriptors_few", **told, reason=descriptors.few(asked))
 
 
 def collect_rarely() -> None:

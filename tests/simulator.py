@@ -191,6 +191,7 @@ class _Simulation:
             drafts_max=config.drafts_max,
             vector_len=VECTOR_LEN,
             state_windows=config.state_windows,
+            guesses_max=config.guesses_max,
         )
         self._now = 0.0
         self._held = set[int]()

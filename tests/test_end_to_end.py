@@ -35,7 +35,7 @@ pytestmark = pytest.mark.slow
 PENSTOCK = Path(sys.executable).with_name("penstock")
 KEY = "My API Key"
 """Any string will do, also one with spaces."""
-MODEL = "penstock-demo"
+MODEL = "demo"
 ALIAS = "gpt-5.4"
 
 

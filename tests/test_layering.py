@@ -11,7 +11,7 @@ import importlib.metadata
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import cache
 from graphlib import TopologicalSorter
 from itertools import pairwise
@@ -156,98 +156,23 @@ def test_imports_keep_to_their_floor() -> None:
     assert [f"{path.relative_to(ROOT)}: {why}" for path in paths for why in trespasses(path)] == []
 
 
-GATEWAY_LEVELS = (
-    {"config.secret"},
-    {
-        *(
-            "config.accounting",
-            "config.edge",
-            "config.quotas",
-            "config.directory",
-            "config.redis",
-            "config.responses",
-            "endpoints",
-        ),
-        "config.certificate_names",
-    },
-    {"config.timeouts", "config.discovery", "config.holders", "relay.ticks", "request.ring"},
-    {
-        "config.whole",
-        "background",
-        "client",
-        "openapi.parts",
-        "request.recorder",
-        "request.minutes",
-        "request.key_uses",
-    },
-    {"redis"},
-    {"stored"},
-    {"identity", "admission", "routing", "relay"},  # the stages: none knows another
-    {
-        *("directory.accounts", "directory.development", "operators.operations", "billing", "openapi.public"),
-        *("listen.listener_tls", "relay.engines", "request.record", "operators.versions"),
-    },
-    {
-        "discovery",
-        *("operators.openapi", "operators.together", "operators.key_uses"),
-        "request.salts",
-        "request.pace",
-        "request.told_windows",
-    },
-    {
-        *("request.exchange", "directory", "operators.usage", "operators.replicas", "request.model_lists"),
-        *("operators.asking", "operators.elsewhere"),
-    },
-    {
-        *(
-            "operators.keys",
-            "operators.inward",
-            "operators.around",
-            "operators.stored",
-            "operators.chat_reading",
-            "operators.figures",
-        ),
-        *("operators.sessions", "operators.files"),
-    },
-    {
-        *("request.outbound", "request.dispatch", "operators.requests", "operators.tenant_limits"),
-        "request.stored_responses",
-        *("operators.gate", "operators.chats", "operators.engines", "operators.peers"),
-    },
-    {"operators.overview"},
-    {"request.pipeline", "operators.server"},  # the only one that knows the order of the stages
-    {"request.edge", "listen.accepting"},
-    {"listen.listener"},
-    {"operators.listener"},
-    {"workers"},
-    {"app"},
-    {"service"},
-    {"__main__", "hatch_hook"},  # the latter makes a distribution of the rest
-)
-"""Each module and package of the gateway imports lower levels alone. Most specific first: the level of
-`directory.accounts` is its own, not that of `directory`."""
-
-
-def entry_of(module: str, level_of: Mapping[str, int]) -> str | None:
-    """The name under which `GATEWAY_LEVELS` has a module. None for a package whose modules it has one by
-    one."""
-    parts = module.split(".")[1:]
-    names = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
-    return next((name for name in names if name in level_of), None)
+STAGES = ("gateway.identity", "gateway.admission", "gateway.routing", "gateway.relay")
+PIPELINE = "gateway.request.pipeline"
 
 
 def test_only_the_pipeline_knows_the_order_of_stages() -> None:
-    level_of = {name: level for level, names in enumerate(GATEWAY_LEVELS) for name in names}
-    for path in (ROOT / "gateway").rglob("*.py"):
-        own = entry_of(module_name(path), level_of)
-        if own is None:
-            assert path.name == "__init__.py", f"{path}: give it a level"
-            assert len(ast.parse(path.read_text()).body) == 1, f"{path} has more than a docstring"
-            continue
-        for name in imports(path):
-            target = entry_of(name, level_of) if name.startswith("gateway.") else None
-            if target is not None and target != own:
-                assert level_of[target] < level_of[own], f"{path.name}: {own} imports {target}"
+    """No stage of a request knows another, each module of the gateway stands above all that it imports, and
+    what stands above the pipeline is the edge and the gateway as a whole."""
+    modules = {module_name(path): path for path in (ROOT / "gateway").rglob("*.py")}
+    graph = {module: {name for name in imports(path) if name in modules} for module, path in modules.items()}
+    for module, names in graph.items():
+        own = next((stage for stage in STAGES if module.startswith(stage)), None)
+        others = tuple(stage for stage in STAGES if own is not None and stage != own)
+        assert not [name for name in names if name.startswith(others)], module
+    assert set(TopologicalSorter(graph).static_order()) == graph.keys()
+    assert {module for module, names in graph.items() if PIPELINE in names} == {
+        *("gateway.app", "gateway.request.edge")
+    }
 
 
 HOUSES = ("shared", "gateway", "engine", "engine.api", "engine.core", "engine.runtime")

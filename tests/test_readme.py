@@ -12,13 +12,14 @@ import io
 import re
 import tokenize
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
 from typing import Final
 
 import pytest
+import yaml
 
 from engine.api.answer import encoder, outputs
 from engine.api.answer import exchange as engine_exchange
@@ -36,16 +37,16 @@ from gateway.identity.keys import hash_key
 from gateway.listen import listener
 from gateway.operators import listener as admin_listener
 from gateway.relay import stream
-from gateway.request import dispatch, pipeline
-from gateway.routing import health, retries
+from gateway.request import pipeline
 from shared import cli
-from shared.apis import chat_form, holding, patterns, schemas, structure, tools, validation
+from shared.apis import chat_form, decisions, holding, patterns, rerank, schemas, structure, tools, validation
 from shared.apis.chat import ChatRequest
 from shared.apis.completions import CompletionRequest
 from shared.cli.service import SERVICES
 from shared.fairness import fair_share, fair_turns
 from shared.http2 import limits as http2_limits
 from shared.process import listening, memory
+from shared.process.settings import walk
 from shared.text import known_pieces, prompts, rendering, text_slices
 from shared.wire import errors, shapes
 from shared.wire.end_reason import MEANINGS
@@ -54,8 +55,6 @@ from tests.bench import __main__ as bench
 ROOT: Final = Path(__file__).parent.parent
 TOPS: Final = ("engine", "gateway", "shared", "tests")
 CODE: Final = ("engine", "gateway", "shared", "tests/bench")
-README_LEN_MAX: Final = 10_000
-"""Bytes: what somebody reads before deciding whether to go on."""
 
 README: Final = ROOT / "README.md"
 API: Final = ROOT / "shared/API.md"
@@ -101,10 +100,6 @@ def numbers(text: str) -> list[int]:
 
 
 # -- the documents themselves ---------------------------------------------------------------------
-
-
-def test_the_readme_is_short() -> None:
-    assert len(README.read_bytes()) <= README_LEN_MAX
 
 
 def test_the_readme_leads_to_every_other_document() -> None:
@@ -217,12 +212,43 @@ def test_every_module_that_is_to_be_run_is_there() -> None:
 
 def test_every_option_that_is_named_exists() -> None:
     known = {option for command in ("up", "chat", *SERVICES) for option in options_of(command)}
-    known |= options_of("keys", "create")
+    known |= options_of("keys", "create") | options_of("init")
     known |= {option for name in bench_names() for option in bench_options(name)} | options_of(
         "bench", "serve"
     )
     gone = set(re.findall(r"--[a-z][a-z-]+", (ROOT / CHANGES).read_text()))
     assert set(re.findall(r"`(--[a-z][a-z-]+)`", EVERYTHING)) <= known | gone
+
+
+_OF_AN_ANSWER: Final = re.compile(r"(?:usage|error|stream_options|custom_tool_call_input)\.")
+"""Fields, and events of a stream, of others' APIs."""
+_FILES_OF_OTHERS: Final = {"opencode.json", "ca.crt", "torch.load"}
+
+
+def _values_of_the_chart(values: Mapping[str, object], path: str = "") -> Iterator[str]:
+    for name, inside in values.items():
+        here = f"{path}.{name}".lstrip(".")
+        yield here
+        if isinstance(inside, Mapping):
+            yield from _values_of_the_chart(inside, here)
+
+
+def test_every_setting_value_and_event_that_is_named_is_one() -> None:
+    """Of all names with a dot: `limits.live_max`, `engine.replicas`, `token.refused`."""
+    chart = yaml.safe_load((ROOT / "helm/values.yaml").read_text())
+    settings = {one.path for kind in (config.GatewayConfig, EngineConfig) for one in walk(kind)}
+    known = {f"gateway.{one.name}" for one in walk(config.ModelConfig)}  # of an entry of models
+    for path in (*_values_of_the_chart(chart), *settings, "source.hub"):
+        parts = path.replace("[]", "").split(".")
+        known |= {".".join(parts[at:]) for at in range(len(parts))}
+    sources = [path for top in TOPS[:3] for path in sorted((ROOT / top).rglob("*.py"))]
+    literals = set(re.findall(r'"([a-z_]+\.[a-z_.]+)"', "".join(path.read_text() for path in sources)))
+    texts = {name: text for name, text in DOCUMENTS.items() if name != CHANGES}
+    texts |= {str(path): path.read_text() for path in (ROOT / "helm").glob("*.md")}
+    for name, text in texts.items():
+        named = set(re.findall(r"`([a-z][a-z_]*\.[a-z_][a-z_.]*)`", text))
+        strange = {one for one in named - known - literals - _FILES_OF_OTHERS if not _OF_AN_ANSWER.match(one)}
+        assert not strange, name
 
 
 def test_every_command_is_in_the_readme() -> None:
@@ -281,6 +307,13 @@ BOUNDS_OF_A_REQUEST: Final[dict[str, list[float]]] = {
         text_slices.RUN_LEN_MAX,
     ],
     "an answer, log-probabilities included, as estimated from what is asked for": [admission.ANSWER_LEN_MAX],
+    "documents of a ranking; questions of decisions; choices; levels; bytes of a part of JSON": [
+        rerank.DOCUMENTS_MAX,
+        decisions.QUESTIONS_MAX,
+        decisions.CHOICES_MAX,
+        decisions.LEVELS_MAX,
+        decisions.JSON_LEN_MAX,
+    ],
     "`stop` strings; length; `stop_token_ids`; `logit_bias`": [
         shapes.STOP_MAX,
         shapes.STOP_LEN_MAX,
@@ -410,54 +443,20 @@ def test_the_formulas_of_memory_are_those_of_the_code() -> None:
     assert gateway["gateway"].startswith(f"{memory.FRAGMENTATION} x `request_memory`")
     assert engine["the engine's API"].startswith(f"{memory.FRAGMENTATION} x `--request-memory`")
     stated = {process: numbers(terms) for process, terms in (gateway | engine).items()}
-    limits = LimitsConfig()
-    terms = limits.request_memory, memory.LIVE_REQUEST, memory.THREAD, memory.CONNECTION, memory.HOLDING
+    memory_max = LimitsConfig().request_memory
+    terms = memory_max, memory.LIVE_REQUEST, memory.THREAD, memory.CONNECTION, memory.HOLDING
     assert stated["gateway"][2:] == [*terms, memory.PIECES, 2 * memory.RENDERING]
-    assert known_pieces.KEPT_LEN_MAX * memory.FRAGMENTATION == memory.PIECES
     assert stated["gateway with TLS"] == [memory.TLS_LARGE, memory.HANDSHAKES_MAX, memory.TLS]
     terms_of_api = options.request_memory, memory.STREAM, memory.THREAD, 2 * memory.RENDERING
     assert stated["the engine's API"][2:] == [*terms_of_api]
     assert stated["its core, on a CPU"] == [memory.SEQUENCE, memory.TOKEN, memory.LOGIT, memory.STEP]
-    named = limits.request_memory, limits.live_max, limits.tokenizer_threads, limits.connections_max
-    most, with_tls = (memory.gateway_memory_max(*named, has_tls=has_tls) for has_tls in (False, True))
-    sums = f"With the defaults that is {most / 1024**3:.1f} GiB, and {with_tls / 1024**3:.1f} GiB with TLS."
-    assert sums in GATEWAY.read_text()
-    assert f"large ones, above {connection.LARGE_LEN // 1024} KiB," in " ".join(GATEWAY.read_text().split())
-    sockets = 2 * listener.RECEIVE_BUFFER_LEN + 2 * listener.SEND_BUFFER_LEN
-    assert sockets == memory.SOCKET
-    text = " ".join(GATEWAY.read_text().split())
-    assert f"`live_max` x {sockets // 1024} KiB for the buffers of sockets" in text
-    head = memory.HOLDING // listener.HOLDING_MAX
-    one = memory.CONNECTION + head + 2 * memory.TLS + memory.TLS_LARGE
+
+
+def test_the_parts_of_memory_are_the_bounds_of_the_code() -> None:
+    assert known_pieces.KEPT_LEN_MAX * memory.FRAGMENTATION == memory.PIECES
+    assert 2 * listener.RECEIVE_BUFFER_LEN + 2 * listener.SEND_BUFFER_LEN == memory.SOCKET
+    one = memory.CONNECTION + memory.HOLDING // listener.HOLDING_MAX + 2 * memory.TLS + memory.TLS_LARGE
     assert admin_listener.CONNECTIONS_MAX * one == memory.ADMIN
-    assert f"has {admin_listener.CONNECTIONS_MAX} connections of its own" in text
-    assert f"hold {memory.ADMIN // memory.MIB} MiB at most" in text
-
-
-def test_what_a_body_is_reckoned_as_is_what_the_code_says() -> None:
-    tokens_max = f"{holding.TOKENS_MAX:,}"
-    formula = f"`3b + {holding.VALUE_BYTES}v + {holding.TOKEN_BYTES} min(b, {tokens_max})`"
-    assert formula in " ".join(GATEWAY.read_text().split())
-    rest = 1000 * holding.VALUE_BYTES + 10_000 * holding.TOKEN_BYTES
-    for is_narrow, times in ((True, 3), (False, 9)):
-        body = holding.Census(values=1000, fields=0, strings=0, is_narrow=is_narrow)
-        assert holding.memory_of(10_000, body) == times * 10_000 + rest
-
-
-def test_the_figures_of_ejections_are_those_of_the_code() -> None:
-    text = " ".join(GATEWAY.read_text().split())
-    assert f"After {health.ROW_MAX} failures in a row" in text
-    assert (
-        f"more than half of at least {health.RATE_MIN} requests failed in {health.WINDOW_S} seconds" in text
-    )
-    assert f"left alone for {health.EJECTION_MS_MIN // 1000} seconds" in text
-    assert f"up to {health.EJECTION_MS_MAX // 1000} seconds, plus up to a quarter by chance" in text
-    assert health.JITTER == 0.25
-    part = (
-        f"at most {retries.PART_PERCENT} % of the model's requests in progress at a time, or {retries.FLOOR}."
-    )
-    assert part in text
-    assert dispatch.REPEATS_MAX == 1
 
 
 # -- what a caller and an operator are told -------------------------------------------------------

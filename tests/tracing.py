@@ -15,8 +15,6 @@ from importlib import import_module
 from pathlib import Path, PurePath
 from typing import Final
 
-from coverage import Coverage
-
 ROOT: Final = Path(__file__).parent.parent
 VARIABLE: Final = "TRACED"
 _CHILDREN: Final = "COVERAGE_PROCESS_CONFIG"
@@ -45,6 +43,8 @@ class Tracing:
     """Begins before anything of the product is imported, since a module's own lines run once."""
 
     def __init__(self) -> None:
+        from coverage import Coverage  # which every other run goes without
+
         own = Coverage.current()  # that of a worker of xdist, as it is the child of a process that traces
         if own is None:
             file, config = ROOT / ".coverage", ROOT / "pyproject.toml"

@@ -88,6 +88,8 @@ class SimConfig:
     """The share of requests that ask for their prompt's vector, and no answer."""
     drafts_max: int = 0
     """The most drafts that a row verifies; 0: none."""
+    guesses_max: int = 0
+    """The most guesses of the model's own."""
     right_share: float = 0.7
     """The share of drafted tokens that are right."""
     prediction_share: float = 0.3
@@ -142,6 +144,7 @@ def random_config(seed: int) -> SimConfig:
         scored_share=(0.0, 0.2, 0.0, 1.0)[seed // 4 % 4],
         drafts_max=(0, 0, 3, 15)[seed // 8 % 4],
         right_share=(0.0, 0.5, 0.9, 1.0)[seed // 32 % 4],
+        guesses_max=(0, 2)[seed // 16 % 2],
         scheduler=SchedulerConfig(
             step_tokens_max=slots + rng.choice([0, 1, 5, 40]),
             queue_len_max=rng.choice([3, *[1_000_000] * 3]),
@@ -169,6 +172,7 @@ def random_history_of_states(seed: int) -> SimConfig:
         drafts_max=(0, 3, 15)[seed % 5 % 3],
         state_windows=(3, 15, 40)[seed // 5 % 3],
         right_share=(0.0, 0.5, 0.9, 1.0)[seed // 15 % 4],
+        guesses_max=(0, 4)[seed // 3 % 2],
         slots=slots,
         prompt_len_max=max_model_len // 2,
         max_tokens_max=rng.randint(1, 16),

@@ -11,7 +11,8 @@ Rules:
 1. A vector is what sentence-transformers (6.2) makes of the same tokens. What is not implemented is refused
    by name, as `engine.runtime.models.decoder_config` has it of config.json: a vector that is slightly another
    is found by nobody.
-2. A model with a modules.json embeds and does nothing else: its checkpoint has no head.
+2. A model with a modules.json embeds and does nothing else: its checkpoint has no head. That of a reranker
+   which answers by two tokens (`LogitScore`) says nothing of vectors (`engine.api.ask.rerankers`).
 3. A prompt's vector is of all its tokens. What sentence-transformers puts before a text (`prompts`), a caller
    sends as part of it.
 """
@@ -39,6 +40,7 @@ from shared.text.model_files import (
 
 MODULES: Final = "modules.json"
 MODULES_MAX: Final = 16
+_LOGIT_SCORE: Final = "LogitScore"
 PoolingMode = Literal["lasttoken", "mean", "cls"]
 Activation = Literal["Identity", "Tanh", "ReLU", "GELU", "SiLU", "Sigmoid"]
 EmbeddingsSetting = Literal["auto", "mean"]
@@ -156,7 +158,7 @@ def read_embedder(
     config = _fields(directory / "config.json") or {}
     own = _cuts(config) if cuts is None else read_cuts(cuts)
     modules = read_text(directory / MODULES)
-    if modules is None:
+    if modules is None or logit_score(modules) is not None:
         if setting == "auto":
             return None
         return Embedder("mean", (Normalization(),), generates=True, cuts=own)
@@ -228,12 +230,22 @@ class _TokenizerConfig(msgspec.Struct):
     model_max_length: float | None = None
 
 
-def _modules(text: str) -> Sequence[_Module]:
-    """The modules, which begin with Transformer and Pooling."""
+def logit_score(text: str) -> str | None:
+    """The directory of the module by which a reranker makes a relevance of logits (`LogitScore`), in the text
+    of a modules.json. None where there is none: it is no reranker's. Raises BadModelFile."""
+    return next((module.path for module in _listed(text) if module.kind == _LOGIT_SCORE), None)
+
+
+def _listed(text: str) -> list[_Module]:
     try:
-        modules = msgspec.json.decode(text, type=list[_Module])
+        return msgspec.json.decode(text, type=list[_Module])
     except msgspec.MsgspecError as error:
         raise BadModelFile(f"{MODULES} cannot be read: {error}") from error
+
+
+def _modules(text: str) -> Sequence[_Module]:
+    """The modules, which begin with Transformer and Pooling."""
+    modules = _listed(text)
     kinds = [module.kind for module in modules]
     if kinds[:2] != ["Transformer", "Pooling"]:
         raise BadModelFile(

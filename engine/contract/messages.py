@@ -96,8 +96,8 @@ class SamplingParams(msgspec.Struct, array_like=True, frozen=True):
     """The same for each prompt token but the first. Until they are sent, such a sequence takes nothing from
     the prefix cache, because cached positions are not computed and so have no logits."""
     vector_len: int = 0
-    """The numbers of the prompt's vector, where that is asked for; 0: it is not. Then `max_tokens` is 0. Such
-    a sequence takes nothing from the prefix cache and leaves nothing there: its vector may be of all
+    """The numbers of the prompt's vector, where that is asked for; 0: it is not. Then `max_tokens` is 0, and
+    the sequence takes nothing from the prefix cache and leaves nothing there: a vector may be of all
     tokens."""
     scored: bytes = b""
     """Token ids, packed, whose log-probabilities behind the prompt are asked for; b"": none are. Then
@@ -270,9 +270,19 @@ class RunnerInfo(msgspec.Struct, array_like=True, frozen=True):
     state_copy_s: float = 0.0
     """Time to copy a state to its place or back, measured while warming up, in seconds; 0.0: not measured."""
     drafts_max: int = 0
-    """The most drafts that a row can verify, with the same tokens as without, to the bit; 0: none."""
+    """The most drafts that a row can verify, with the same tokens as without; 0: none. By a CPU they are the
+    same to the bit, by a GPU as far as in any other batch (`engine.runtime.device.device_runner`)."""
+    drafts_together: int = 0
+    """The most drafts of a step, over all rows; 0: as many as there is room for tokens."""
+    verify_shapes: list[int] = []
+    """The numbers of tokens to one of which a step without prompts in which rows verify drafts is padded,
+    ascending. A step of more tokens is not padded."""
     vector_len: int = 0
     """The numbers of the vector that it makes of a prompt (`engine.contract.embedders`); 0: it makes none."""
+    guesses_max: int = 0
+    """The most tokens that the model's own MTP layer guesses behind a row's newest; 0: it has none."""
+    guess_share: float = 0.0
+    """The time that one guess takes, as a part of a decode's, measured while warming up."""
     state_windows: int = 0
     """The most drafts of all rows of a step, of a model that has states: each takes a state beside those of
     slots until the next step."""
@@ -573,6 +583,9 @@ class Plan(msgspec.Struct, array_like=True, frozen=True):
     that the slot passed by drafts in the plan before this one."""
     restored: list[tuple[int, int]] = []
     """Pairs (place, slot): copy the state in the place to the slot, after all copies out of slots."""
+    guesses: list[int] = []
+    """Empty, or for each row that samples, in order, how many tokens the model's MTP layer is to guess behind
+    the newest."""
 
     @property
     def sampled(self) -> int:
@@ -597,6 +610,9 @@ class RunResult(msgspec.Struct, array_like=True, frozen=True):
     scores: list[tuple[int, list[float]]] = []
     """For each slot that asked and whose prompt was completed in this step: the slot, and the
     log-probabilities of its `SamplingParams.scored`; NaN where the logits were not finite."""
+    guesses: list[list[int]] = []
+    """Empty, or for each row that samples, in order, what was guessed behind its newest token, no more than
+    asked for."""
 
 
 NUMERIC_FAILURE = -1

@@ -118,6 +118,8 @@ class CoreLoop:
         self._intake = Intake()
         self._overlap = overlap
         self._flying: Launched | None = None
+        self._busy_s = 0.0
+        """The host's own time since the last commit of an overlapped step."""
 
     def run(self) -> None:
         """Serve until `StopCore` or `Disconnected`. Another failure is sent as `CoreFailed`, then raised."""
@@ -139,9 +141,13 @@ class CoreLoop:
         self._emit()
 
     def _overlapped_step(self) -> None:
+        began_at = self._clock.monotonic()
         following = self._launch_next()
+        self._busy_s += self._clock.monotonic() - began_at
         if self._flying is not None:
-            self._land(self._flying)
+            landed_at = self._land(self._flying)
+            self._scheduler.note_host(self._busy_s + self._clock.monotonic() - landed_at)
+            self._busy_s = 0.0
         self._flying = following
         self._emit()
 
@@ -157,9 +163,12 @@ class CoreLoop:
             self._emit()
         return Launched(plan, self._runner.launch(plan))
 
-    def _land(self, launched: Launched) -> None:
+    def _land(self, launched: Launched) -> float:
+        """Returns the time of its commit."""
         result = launched.pending.collect()
-        self._scheduler.commit(launched.plan, result, self._clock.monotonic())
+        now = self._clock.monotonic()
+        self._scheduler.commit(launched.plan, result, now)
+        return now
 
     def _emit(self) -> None:
         output = self._scheduler.report()

@@ -142,7 +142,9 @@ class Scheduler:
         )
         drafts_max = min(config.drafts_max, runner.drafts_max)
         self._drafting = (
-            Drafting(config, runner, self._allocator, self._learner, drafts_max) if drafts_max else None
+            Drafting(config, runner, self._allocator, self._learner, drafts_max, in_flight=self._in_flight)
+            if drafts_max
+            else None
         )
         self._planner.drafting = self._drafting
         self._results = Results(config, self._allocator.pages, self._tenants, self._allocator.forget)
@@ -333,6 +335,8 @@ class Scheduler:
         self._allocator.stall_paused(now)
         if self._allocator.must_wait():
             return None
+        if self._in_flight and self._drafting is not None and self._drafting.waits():
+            return None
         self._allocator.lack = Lack.NOTHING
         builder = PlanBuilder(self._config.step_tokens_max, states=self._allocator.states)
         self._planner.fill(builder, self._news, now)
@@ -343,6 +347,11 @@ class Scheduler:
             self._lacks_masks = any(s.hold is Hold.MASK for s in self._allocator.running.values())
             assert self._lacks_masks, "there is work, and the plan has none"
         return None
+
+    def note_host(self, seconds: float) -> None:
+        """Note the host's time for a step that has been committed: its plan, launch and commit."""
+        if self._drafting is not None:
+            self._drafting.note_host(seconds)
 
     def await_masks(self) -> None:
         """Wait a moment for masks that are about to come (`engine.core.grammars.masks`, rule 1). To be called
@@ -396,6 +405,7 @@ class Scheduler:
             forked=self._allocator.take_forked(),
             masks=self.masks.of(builder.rows, builder.wants, builder.lengths) if self.masks.sequences else [],
             drafts=builder.drafts,
+            guesses=builder.asked_guesses,
             saved=saved,
             restored=restored,
         )

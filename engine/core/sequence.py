@@ -53,6 +53,7 @@ from typing import Final
 
 from engine.contract.messages import Finished, FinishReason, SamplingParams, ServiceClass, Want
 from engine.core.drafts.drafter import Drafts, Proposal
+from engine.core.drafts.guesses import GuessDrafts
 from engine.core.drafts.price import Why
 from engine.core.pages.block_manager import BlockManager, PageChain, PageIdentity
 
@@ -153,6 +154,8 @@ class Sequence:
     """What its caller expects its output to be."""
     drafter: Drafts | None = None
     """Finds its drafts; None before it is first looked at, and where it drafts nothing."""
+    guesser: GuessDrafts | None = None
+    """The same, where the model guesses; else None."""
     foreseen: Sequence_[int] = ()
     """Where it follows a grammar: the drafts behind which its masks are known."""
     foreseen_why: Sequence_[Why] = ()
@@ -161,6 +164,8 @@ class Sequence:
     """The mask behind each of them."""
     draft: Proposal | None = None
     """What the beginning of these was drafted as; None where the grammar forces them."""
+    draft_chance: float = 0.0
+    """The chance of the drafts that it verified last, or verifies, that one is right."""
     drafts_from: int = NEVER
     """The computed tokens from which on a plan is to look at it for drafts."""
     looks_from: int = 0
@@ -402,6 +407,14 @@ class Sequence:
         self.accepted += accepted
         self.verifying, self.passed = 0, accepted
         return predicted
+
+    def hear(self, guesses: list[int]) -> None:
+        """Take what the model guesses behind its newest token."""
+        if self.guesser is not None and guesses:
+            self.guesser.hear(guesses, len(self.tokens))
+            self.looks_from = 0
+            if self.mask == b"":
+                self.drafts_from = 0
 
     def append(self, token: int, now: float) -> None:
         """Append a sampled token to the known ones."""

@@ -35,10 +35,11 @@ from msgspec import UNSET, Raw, Struct
 from shared.apis.chat_messages import ImagePart
 from shared.apis.generation import GenerationRequest, PromptExtension
 from shared.apis.prediction import PREDICTION
-from shared.apis.prompt import ChatPrompt, PromptForm
+from shared.apis.prompt import BranchedPrompt, ChatPrompt, PromptForm
 from shared.fairness.fair_threads import FairThreads, Slices
+from shared.text.branches import pieces_of
 from shared.text.known_pieces import KnownPieces
-from shared.text.prompts import prompt_slices, text_slices
+from shared.text.prompts import text_slices
 from shared.text.tokenizer import Tokenizer
 from shared.wire.errors import NotInPlace
 from shared.wire.room import Room
@@ -49,6 +50,8 @@ ESTIMATE_MESSAGE_TOKENS: Final = 8
 """The frame of a message: its role, and the tokens that begin and end it."""
 ESTIMATE_TOOLS_TOKENS: Final = 384
 """Tokens of the words about tools that a template adds to the tools: Qwen's 110, DeepSeek's 330."""
+ESTIMATE_FRAME_TOKENS: Final = 96
+"""The words around a question or a document: those of Qwen3-Reranker have 70."""
 LIKELY_BYTES: Final = 4
 """Bytes of a token in most texts."""
 SLICE_LEN: Final = 256 * 1024
@@ -143,10 +146,12 @@ async def count_tokens(
             prompt_ids = None
     if prompt_ids is None:
         pieces = None if known is None else known.of(tenant)
-        prompt_ids = await threads.run(tenant, prompt_slices(tokenizer, prompt, room, pieces))
-    lengths = [*map(len, prompt_ids)]
+        prompt_ids = await threads.run(tenant, pieces_of(tokenizer, prompt, room, pieces))
+    extension, lengths = PromptExtension(tokenizer.hash, prompt_ids), [*map(len, prompt_ids)]
     total = sum(lengths)
-    extension = PromptExtension(tokenizer.hash, prompt_ids)
+    if isinstance(prompt, BranchedPrompt):  # what its prompts share is computed once
+        shared_len, *lengths = lengths
+        return TokenCount(total, shared_len + max(lengths), len(lengths), extension, total)
     if text := request.predicted_text:
         work = text_slices(tokenizer, text, None, PREDICTION, add_special_tokens=False)
         extension.predicted_ids = await threads.run(tenant, work)
@@ -156,6 +161,8 @@ async def count_tokens(
 
 def check_fits(request: GenerationRequest, count: TokenCount, room: Room | None) -> None:
     """Raises ContextLengthExceeded or NeverFits, when the count is exact and the room is known."""
+    if isinstance(request.prompt_form, BranchedPrompt):
+        return  # each was looked at where it was counted
     if not request.answers:
         _check_prompts_fit(request, count, room)
         return
@@ -222,6 +229,8 @@ def _is_short(prompt: PromptForm) -> bool:
         for message in prompt.messages:
             length += sum(map(len, message.printable)) + ESTIMATE_MESSAGE_TOKENS
         return length <= INLINE_LEN_MAX
+    if isinstance(prompt, BranchedPrompt):
+        return False
     return isinstance(prompt.prompt, str) and len(prompt.prompt) <= INLINE_LEN_MAX
 
 
@@ -272,6 +281,8 @@ def estimate_slices(
         fixed += ESTIMATE_TOOLS_TOKENS if form.tools else 0
         length += beside_len
         return TokenCount(tokens + beside + fixed, fixed + _likely(length), 1, None, length + fixed)
+    if isinstance(form, BranchedPrompt):  # another make may compute for each prompt what all share
+        return (yield from _branched_slices(form, beside, beside_len))
     prompt = form.prompt
     prompts = [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
     ids = [len(item) for item in prompts if isinstance(item, list)]
@@ -280,6 +291,20 @@ def estimate_slices(
     longest = max([*ids, *(_likely(len(text)) for text in texts)]) + _likely(beside_len)
     most = sum(ids) + length + beside_len * len(prompts)
     return TokenCount(sum(ids) + tokens + beside * len(prompts), longest, len(prompts), None, most)
+
+
+def _branched_slices(form: BranchedPrompt, beside: int, beside_len: int) -> Slices[TokenCount]:
+    """An estimate of prompts that begin alike. All of them have what other fields hold: so many tokens, and
+    so many bytes."""
+    prompts = len(form.own)
+    shared, shared_len = yield from _texts_slices([form.beginning])
+    own, own_len = yield from _texts_slices(form.own)
+    around_len = shared_len + beside_len
+    longest = _likely(around_len + max(map(len, form.own))) + ESTIMATE_FRAME_TOKENS
+    tokens = own + prompts * (shared + beside + ESTIMATE_FRAME_TOKENS)
+    return TokenCount(
+        tokens, longest, prompts, None, own_len + prompts * (around_len + ESTIMATE_FRAME_TOKENS)
+    )
 
 
 def _likely(length: int) -> int:

@@ -13,21 +13,28 @@ nothing is read is cut off after its time.
 
 aiohttp's parser is given what was received in pieces that end behind a head, and parses.
 
-All of aiohttp's private names that the gateway's server rests on are in this file. A minor version of aiohttp
-may change any of them, so each is tried before pyproject.toml lets it in.
+The gateway can be its own client, too, over a pair of sockets within the process: `Inward`. Such a request is
+like any other, from its headers to its completed line, and there is no port that others could reach.
+
+All of aiohttp's private names that the gateway rests on are in this file. A minor version of aiohttp may
+change any of them, so each is tried before pyproject.toml lets it in.
 """
 
 from __future__ import annotations
 
 import asyncio
 import re
+import socket
 import ssl
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, Final, Protocol, cast
 
-from aiohttp import StreamReader, web
+from aiohttp import BaseConnector, ClientRequest, ClientTimeout, StreamReader, web
+from aiohttp.client_proto import ResponseHandler
 from aiohttp.http import HttpVersion11, RawRequestMessage
+from aiohttp.tracing import Trace
 from aiohttp.web_protocol import RequestHandler
 
 from shared.fairness.fair_turns import FairTurns
@@ -448,6 +455,39 @@ class BoundedConnection(EndsUnread):
         if request.writer.output_size > 0 or self.transport is None:
             raise ConnectionResetError("an answer has begun, or the client has left")
         return self._refuse(type(exc).__name__)
+
+
+class Inward(BaseConnector):
+    """A client's connector whose connections are all to this process."""
+
+    def __init__(self, serve: Callable[[], asyncio.Protocol]) -> None:
+        """`serve` makes the server's protocol of a connection."""
+        super().__init__(force_close=True)
+        self._serve: Final = serve
+
+    async def _create_connection(
+        self, req: ClientRequest, traces: list[Trace], timeout: ClientTimeout
+    ) -> ResponseHandler:
+        loop = asyncio.get_running_loop()
+        ours, theirs = socket.socketpair()
+        for sock in (ours, theirs):
+            sock.setblocking(False)
+        with _closed_on_failure(ours):
+            with _closed_on_failure(theirs):
+                await loop.connect_accepted_socket(self._serve, theirs)
+            _, protocol = await loop.create_unix_connection(self._factory, sock=ours)
+        assert isinstance(protocol, ResponseHandler)
+        return protocol
+
+
+@contextmanager
+def _closed_on_failure(sock: socket.socket) -> Iterator[None]:
+    """Close a socket that no transport has taken over, as when the client is ended meanwhile."""
+    try:
+        yield
+    except BaseException:
+        sock.close()
+        raise
 
 
 def is_one_request(data: bytes) -> bool:

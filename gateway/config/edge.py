@@ -33,7 +33,14 @@ HMAC_PREFIX: Final = "HS"
 
 Id = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
 """An id, which logs, metrics and a header of the hop show."""
-KeyHash = Annotated[str, Meta(pattern=r"^sha256:[0-9a-f]{64}$")]
+KeyHash = Annotated[
+    str,
+    Meta(pattern=r"^sha256:[0-9a-f]{64}$"),
+    Rule(
+        "be the hash of a key, sha256: and 64 of 0-9 a-f, and not the key; `penstock keys mint` shows both",
+        lambda _: True,
+    ),
+]
 Bytes = Annotated[int, Unit("bytes")]
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
 HostName = Annotated[str, Meta(pattern=r"^(\*|[a-z0-9]([a-z0-9._-]{0,251}[a-z0-9])?)$")]

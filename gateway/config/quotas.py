@@ -82,4 +82,5 @@ class QuotasConfig:
     """The answer to requests of tenants with limits while the store is down. closed: 503. local: each gateway
     counts for itself, with its part of each limit."""
     gateways: Annotated[int, Meta(ge=1, le=10_000), Unit("processes")] = 1
-    """Gateway processes that share the store: with fail = "local" each allows this part of every limit."""
+    """Gateway processes that callers reach: with fail = "local" each allows this part of every limit, and
+    several refuse limits that would be counted in memory."""

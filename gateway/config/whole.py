@@ -98,6 +98,9 @@ GONE: Final = {
     "issuers[].refresh_s": "gone: it is 300 seconds",
     "issuers[].refetch_s": "gone: it is 1 second",
     "issuers[].stale_s": "gone: it is 3600 seconds",
+    **dict.fromkeys(
+        ("keys[].key", "admin.keys[].key"), "`hash`, of the key: `penstock keys mint` shows both"
+    ),
     **{
         f"models[].discovery.kubernetes.{name}_file": "gone: it is where Kubernetes puts it"
         for name in ("token", "ca", "namespace")
@@ -377,7 +380,7 @@ def _contradictions(config: GatewayConfig) -> Iterator[str]:
     for key in config.keys:
         yield from (f"keys.{key.id}.{p}" for p in key_problems(key, model_names, tenant_ids))
     yield from _unknown_names(config, model_names, tenant_ids)
-    if config.workers > 1 and config.quotas.store == "memory":
+    if config.workers * config.quotas.gateways > 1 and config.quotas.store == "memory":
         yield from _counted_apart(config)
     if config.workers > 1 and config.responses.store == "memory":
         yield f'responses: {config.workers} workers keep nothing together in memory: set store = "redis"'
@@ -406,8 +409,9 @@ def _url_problems(url: str) -> Iterator[str]:
 
 
 def _counted_apart(config: GatewayConfig) -> Iterator[str]:
-    """The limits that several workers would each count for itself."""
-    told = f'{config.workers} workers cannot count it together in memory: set store = "redis" in [quotas]'
+    """The limits that several workers, or gateways, would each count for itself."""
+    several = f"{config.workers} workers" if config.workers > 1 else f"{config.quotas.gateways} gateways"
+    told = f'{several} cannot count it together in memory: set store = "redis" in [quotas]'
     yield from (f"models.{one.name}.limits: {told}" for one in config.models if one.limits != NO_LIMITS)
     holders: list[tuple[str, TenantConfig | KeyConfig | CertificateConfig | GrantConfig]] = [
         *((f"tenants.{one.id}", one) for one in config.tenants),

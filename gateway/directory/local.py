@@ -43,12 +43,13 @@ def call(
     if_match: str | None = None,
 ) -> Called:
     """Do one operation on keys of callers or of operators, or on tenants. Returns its answer in JSON, as the
-    admin listener would give it. A change leaves its audit line on standard error. Raises LocalFailed.
+    admin listener would give it. A change leaves its audit line on standard error, unless that is a terminal,
+    whose user knows what was done. Raises LocalFailed.
 
     `id_` is the entry's; of a list, the place behind which it begins. `if_match` names the tenant that a
     `put` replaces.
     """
-    logs.configure("keys", level="warning", stream=sys.stderr)
+    logs.configure("keys", level="warning", stream=sys.stderr, has_audits=not sys.stderr.isatty())
     try:
         return asyncio.run(_call(file, operation, id_, fields, env, whose, if_match))
     except ConfigError as error:

@@ -127,41 +127,35 @@ END_REQUESTS: Final = Route(
 DESCRIBE: Final = Route(
     method="GET", path="/openapi.json", summary="Describe the API.", answer=None, is_open=True
 )
-_OF_RESPONSE: Final = "The id of a response that is kept."
-CANCEL_RESPONSE: Final = Route(
-    method="POST",
-    path="/v1/responses/{id}/cancel",
-    of_id="The id of a response that is to be kept.",
-    summary="End a response that is still streamed.",
-    answer=ResponseObject,
-    errors=(NotFound, ResponsesUnavailable, RateLimited),
+
+
+def _of_response(
+    method: str, below: str, summary: str, answer: type[Struct], query: type[Struct] | None = None
+) -> Route:
+    """The route of a response that is kept, or of what lies below it."""
+    return Route(
+        method=method,
+        path=f"/v1/responses/{_ID}{below}",
+        of_id="The id of a response that is kept.",
+        summary=summary,
+        answer=answer,
+        query=query,
+        errors=(NotFound, ResponsesUnavailable, RateLimited),
+    )
+
+
+CANCEL_RESPONSE: Final = _of_response(
+    "POST", "/cancel", "End a response that is still streamed.", ResponseObject
 )
-LIST_INPUT_ITEMS: Final = Route(
-    method="GET",
-    path="/v1/responses/{id}/input_items",
-    of_id=_OF_RESPONSE,
-    summary="List the items of a response's input, and of the conversation before it.",
-    answer=InputItemList,
-    query=ItemsQuery,
-    errors=(NotFound, ResponsesUnavailable, RateLimited),
+LIST_INPUT_ITEMS: Final = _of_response(
+    "GET",
+    "/input_items",
+    "List the items of a response's input, and of the conversation before it.",
+    InputItemList,
+    ItemsQuery,
 )
-SHOW_RESPONSE: Final = Route(
-    method="GET",
-    path="/v1/responses/{id}",
-    of_id=_OF_RESPONSE,
-    summary="Tell a response that is kept.",
-    answer=ResponseObject,
-    query=RetrieveQuery,
-    errors=(NotFound, ResponsesUnavailable, RateLimited),
-)
-DELETE_RESPONSE: Final = Route(
-    method="DELETE",
-    path="/v1/responses/{id}",
-    of_id=_OF_RESPONSE,
-    summary="Delete a response that is kept.",
-    answer=DeletedResponse,
-    errors=(NotFound, ResponsesUnavailable, RateLimited),
-)
+SHOW_RESPONSE: Final = _of_response("GET", "", "Tell a response that is kept.", ResponseObject, RetrieveQuery)
+DELETE_RESPONSE: Final = _of_response("DELETE", "", "Delete a response that is kept.", DeletedResponse)
 ROUTES: Final = (
     *map(proxied, ENDPOINTS.values()),
     *(LIST_MODELS, SHOW_MODEL, END_REQUESTS, DESCRIBE),

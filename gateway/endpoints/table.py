@@ -9,9 +9,11 @@ from typing import Final
 
 from gateway.endpoints.chat import CHAT
 from gateway.endpoints.completions import COMPLETIONS
+from gateway.endpoints.decisions import DECISIONS
 from gateway.endpoints.embeddings import EMBEDDINGS
 from gateway.endpoints.endpoint import Endpoint
 from gateway.endpoints.messages import COUNT_TOKENS, MESSAGES
+from gateway.endpoints.rerank import RERANK
 from gateway.endpoints.responses import INPUT_TOKENS, RESPONSES
 from gateway.endpoints.tokenize import DETOKENIZE, TOKENIZE
 from shared.apis.request import Request
@@ -23,6 +25,7 @@ ENDPOINTS: Final[Mapping[str, Endpoint]] = {
     for endpoint in (
         *(CHAT, COMPLETIONS, RESPONSES, INPUT_TOKENS, MESSAGES, COUNT_TOKENS),
         *(EMBEDDINGS, TOKENIZE, DETOKENIZE),
+        *(*RERANK, DECISIONS),
     )
 }
 

@@ -31,11 +31,11 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 from msgspec import Meta, Struct
 
+from gateway.client.connection import Inward
 from gateway.client.responses import JSON, json_response
 from gateway.directory.entries import decode_object
 from gateway.identity.keys import KEY_LEN_MAX
 from gateway.operators.chat_reading import LINE_LEN_MAX, TEXT_LEN_MAX, ChatReading, error_text
-from gateway.operators.inward import Inward
 from gateway.operators.keys import read_operator_body
 from gateway.operators.operations import (
     Asks,

@@ -48,7 +48,9 @@ _NO_CHOICES: Final = re.compile(rb'"choices"\s*:\s*\[\]')
 _NAME: Final = b'"usage"'
 _USAGE: Final = re.compile(rb'"usage"\s*:\s*(?=\{)')
 """No text in a string matches: the quotes in it are escaped."""
-_ANSWERS: Final = re.compile(rb'"(?:choices|tokens|prompt|content|output|input_tokens|data)"\s*:')
+_ANSWERS: Final = re.compile(
+    rb'"(?:choices|tokens|prompt|content|output|input_tokens|data|results|answers)"\s*:'
+)
 """The fields of which an answer of an endpoint's has one."""
 _BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
 _FIGURES: Final = b'"prompt_'
@@ -95,11 +97,16 @@ class _Body(msgspec.Struct):
     output: msgspec.Raw = _NO_FIELD
     input_tokens: msgspec.Raw = _NO_FIELD
     data: msgspec.Raw = _NO_FIELD
+    results: msgspec.Raw = _NO_FIELD
+    """Those of a ranking."""
+    answers: msgspec.Raw = _NO_FIELD
+    """Those of decisions."""
 
     @property
-    def answers(self) -> bool:
+    def is_answer(self) -> bool:
         """True if it has one of the fields of which an endpoint's answer has one."""
-        others = self.tokens, self.prompt, self.content, self.output, self.input_tokens, self.data
+        texts = self.tokens, self.prompt, self.content, self.output, self.input_tokens
+        others = *texts, self.data, self.results, self.answers
         return self.choices != _NO_FIELD or any(one != _NO_FIELD for one in others)
 
 
@@ -119,7 +126,7 @@ def look_into(body: bytes) -> tuple[bool, Closing | None]:
         found = _decode_body(body.removeprefix(_BYTE_ORDER_MARK))
     except UNDECODABLE:  # it has NaN, say, or tokens as 7.0
         return _ANSWERS.search(body) is not None, usage_in(body)
-    return found.answers, None if found.usage is None else _closing(found.usage)
+    return found.is_answer, None if found.usage is None else _closing(found.usage)
 
 
 def usage_in(data: bytes) -> Closing | None:

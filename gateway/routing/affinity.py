@@ -29,7 +29,7 @@ from gateway.routing.maglev import key_of
 from gateway.routing.policy import Affinity
 from shared.apis.chat_messages import ChatMessage
 from shared.apis.generation import GenerationRequest
-from shared.apis.prompt import ChatPrompt, Prompt
+from shared.apis.prompt import BranchedPrompt, ChatPrompt, Prompt
 from shared.apis.tools import Tool
 from shared.wire.ids import SessionId
 from shared.wire.load_report import DEFAULT, FLEX, PRIORITY
@@ -63,7 +63,8 @@ def affinity_of(
     service_class, prompt = class_of(request, tier_max), request.prompt_form
     if isinstance(prompt, ChatPrompt):
         return _of_chat(prompt, named, owner, tenant, prompt_len, service_class)
-    session = _session(owner, named, _beginning(prompt.prompt).encode())
+    begins = prompt.beginning if isinstance(prompt, BranchedPrompt) else prompt.prompt
+    session = _session(owner, named, _beginning(begins).encode())
     return Affinity(owner, session, 0, 0, prompt_len, service_class, tenant)
 
 

@@ -98,9 +98,9 @@
   {{- $redis := dict "url" $url -}}
   {{- if .Values.redis.existingSecret }}{{ $_ := set $redis "password" "file:/etc/penstock-redis/password" }}{{ end -}}
   {{- $_ := set $own "redis" (mergeOverwrite $redis (default (dict) $own.redis)) -}}
-  {{- $quotas := dict "store" "redis" "gateways" (include "penstock.gatewaysMax" . | int) -}}
-  {{- $_ := set $own "quotas" (mergeOverwrite $quotas (default (dict) $own.quotas)) -}}
 {{- end -}}
+{{- $quotas := dict "store" (ternary "redis" "memory" (ne $url "")) "gateways" (include "penstock.gatewaysMax" . | int) -}}
+{{- $_ := set $own "quotas" (mergeOverwrite $quotas (default (dict) $own.quotas)) -}}
 {{- include "penstock.tomlLines" $own | trim -}}
 {{- end -}}
 

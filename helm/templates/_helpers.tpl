@@ -395,9 +395,11 @@ redis://{{ include "penstock.fullname" . }}-redis:6379
 {{- toJson (dict "tenants" $tenants) -}}
 {{- end -}}
 
-{{/* Fails where several gateways without Redis would each allow all of a limit. */}}
+{{/* Fails where several gateways without Redis would each allow all of a limit. What is in Secrets, the gateways
+refuse: they know how many they are (quotas.gateways). */}}
 {{- define "penstock.checkLimits" -}}
-{{- if and (gt (include "penstock.gatewaysMax" . | int) 1) (not (include "penstock.redisUrl" .)) -}}
+{{- $store := dig "quotas" "store" (ternary "redis" "memory" (ne (include "penstock.redisUrl" .) "")) .Values.gateway.settings -}}
+{{- if and (gt (include "penstock.gatewaysMax" . | int) 1) (ne $store "redis") -}}
   {{- $says := "%s: several gateways would each allow all of it: give redis.url, or have one gateway" -}}
   {{- range .Values.models }}{{ if dig "limits" "" (default (dict) .gateway) }}{{ fail (printf $says (printf "models[%s].gateway.limits" .name)) }}{{ end }}{{ end -}}
   {{- range $kind := list "tenants" "keys" "certificates" "grants" -}}

@@ -23,6 +23,7 @@ class EmbeddingsRequest(GenerationRequest, kw_only=True):
     operation: ClassVar[str] = "embeddings"
     prompt_param: ClassVar[str] = "input"
     answers: ClassVar[bool] = False
+    ability: ClassVar[str] = "embeddings"
     nothing: ClassVar[Mapping[str, Nothing]] = {"add_special_tokens": (True,)}
 
     input: Prompt

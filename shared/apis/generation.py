@@ -45,6 +45,8 @@ class GenerationRequest(Request, kw_only=True):
     """The name of the field that holds the prompt."""
     answers: ClassVar[bool] = True
     """False if nothing is generated behind its prompts."""
+    ability: ClassVar[str] = "generation"
+    """The field of `shared.apis.models.Capabilities` that says whether a model serves it."""
     keeps_answer: ClassVar[bool] = False
     """True if the end of a stream tells the whole answer again, so that it is held until then."""
     prompt_beside: ClassVar[frozenset[str]] = frozenset()

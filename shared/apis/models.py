@@ -6,6 +6,7 @@ vLLM's and `context_length` to OpenRouter's.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Final, Literal, Self
 
@@ -37,13 +38,24 @@ class Capabilities(Struct, frozen=True):
     """True if it makes vectors of texts."""
     generation: bool = True
     """True if it generates."""
+    reranking: bool = False
+    """True if it ranks documents by their relevance to a query."""
+    decisions: bool = False
+    """True if it decides questions about an input."""
 
     def check(self, request: GenerationRequest) -> None:
         """Raises PathNotServed for a request of an API that the model does not serve."""
-        if request.answers and not self.generation:
-            raise PathNotServed(f"This model makes vectors of texts, at {EmbeddingsRequest.path}, alone.")
-        if not (request.answers or self.embeddings):
-            raise PathNotServed("This model computes no embeddings.")
+        if not getattr(self, request.ability):
+            raise PathNotServed(_LACKS[request.ability])
+
+
+_LACKS: Final[Mapping[str, str]] = {
+    "generation": f"This model makes vectors of texts, at {EmbeddingsRequest.path}, alone.",
+    "embeddings": "This model computes no embeddings.",
+    "decisions": "This model decides nothing: it has no chat template, no labels, or reasons first.",
+    "reranking": "This model is no reranker: it ranks no documents.",
+}
+"""The words for the lack of each ability that an API needs."""
 
 
 class Model(Struct, kw_only=True):

@@ -3,7 +3,8 @@ hashed, whichever API it came by."""
 
 from __future__ import annotations
 
-from typing import Any, Final
+from enum import Enum
+from typing import Any, ClassVar, Final
 
 from shared.apis.chat_messages import ChatMessage
 from shared.apis.tools import Tool
@@ -82,4 +83,102 @@ class TextPrompt(Unshown):
         return 1 if kinds == {int} else len(prompt)
 
 
-PromptForm = ChatPrompt | TextPrompt
+class RerankPrompt(Unshown):
+    """A query and documents: a prompt for each document, which all begin alike."""
+
+    query: str
+    documents: list[str]
+    instruction: str | None = None
+    """What makes a document relevant. None for what the model was trained on."""
+    document_tokens_max: int | None = None
+    """The tokens that each document is cut to. None where none is cut."""
+    prompt_tokens_max: int | None = None
+    """The tokens that each prompt is cut to, at its document's end; `CUT_TO_ROOM` for as many as there is
+    room for. None where one that is too long is an error."""
+    param: str = "documents"
+    """The name of the request's field that holds the documents."""
+
+    @property
+    def beginning(self) -> str:
+        """The text of the request with which all prompts begin."""
+        return f"{self.instruction or ''}{self.query}"
+
+    @property
+    def is_cut(self) -> bool:
+        """True if a prompt that is too long is cut."""
+        return self.prompt_tokens_max is not None
+
+    @property
+    def own(self) -> list[str]:
+        """The text of the request that each prompt has behind that."""
+        return self.documents
+
+    def place(self, index: int) -> str:
+        """The name in errors of what a prompt has of its own."""
+        return f"{self.param}[{index}]"
+
+    def count(self) -> int:
+        """Count the pieces of the prompts: what they share, and what each has behind that."""
+        return 1 + len(self.documents)
+
+
+class QuestionKind(Enum):
+    """What a question asks for."""
+
+    PREDICATE = "predicate"
+    """Whether something is true."""
+    CHOICE = "choice"
+    SCORE = "score"
+
+
+class AskedOption(Unshown):
+    name: str
+    description: str = ""
+
+
+class AskedQuestion(Unshown):
+    """A question about an input."""
+
+    kind: QuestionKind
+    instructions: str
+    options: tuple[AskedOption, ...] = ()
+    """Those to choose from, or the levels of a score. Empty for a predicate."""
+
+    @property
+    def text(self) -> str:
+        """All that it says."""
+        return "\n".join((self.instructions, *(f"{one.name} {one.description}" for one in self.options)))
+
+
+class DecisionPrompt(Unshown):
+    """Questions about one input: a prompt for each, which all begin with the input."""
+
+    said: str
+    """The input."""
+    questions: list[AskedQuestion]
+    param: str = "questions"
+    """The name of the request's field that holds the questions."""
+
+    is_cut: ClassVar[bool] = False
+
+    @property
+    def beginning(self) -> str:
+        return self.said
+
+    @property
+    def own(self) -> list[str]:
+        return [asked.text for asked in self.questions]
+
+    def place(self, index: int) -> str:
+        """The name in errors of what a prompt has of its own."""
+        return f"{self.param}[{index}]"
+
+    def count(self) -> int:
+        """Count the pieces of the prompts: what they share, and what each has behind that."""
+        return 1 + len(self.questions)
+
+
+BranchedPrompt = RerankPrompt | DecisionPrompt
+"""Prompts that begin alike. Their ids are those of the beginning, and of what each prompt has behind it. What
+is asked for are log-probabilities of a few tokens behind each."""
+PromptForm = ChatPrompt | TextPrompt | BranchedPrompt

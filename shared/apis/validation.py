@@ -270,7 +270,7 @@ def _shape(type_: type[Struct]) -> tuple[frozenset[str], tuple[str, ...]]:
 _NESTED: Final = frozenset(
     {
         *("content", "tool_calls", "function_call", "image_url", "function", "custom", "source", "format"),
-        *("output", "summary", "tools"),
+        *("output", "summary", "tools", "instructions", "choices", "levels"),
     }
 )
 

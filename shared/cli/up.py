@@ -31,7 +31,7 @@ from shared.process.setting_values import ConfigError, to_toml
 from shared.process.settings import ModelName, Port, Text
 from shared.process.tls import UnusableTls, names_of
 
-DEMO_NAME: Final = "penstock-demo"
+DEMO_NAME: Final = "demo"
 DRAIN_S: Final = 20.0
 """The drain time in seconds, unless an option or a variable sets it: a development server does not keep its
 user waiting longer."""

@@ -8,6 +8,7 @@ accepted with one of these gives it back to nobody else, as the kernel takes the
 
 from __future__ import annotations
 
+import math
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -42,6 +43,15 @@ def reserve() -> Iterator[None]:
 def limit() -> int:
     """The most descriptors that the process may have open."""
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+def few(connections: int) -> str:
+    """What an operator does so that as many connections fit."""
+    needed = math.ceil(connections / SHARE) + OWN_MAX + RESERVED
+    return (
+        f"give it {needed} open files (ulimit -Hn {needed}; LimitNOFILE={needed} of systemd; a container's "
+        "ulimits), or lower limits.connections_max"
+    )
 
 
 def fitting(connections: int) -> int:

@@ -80,10 +80,13 @@ _exception_to_dicts: Final = ExceptionDictTransformer(
 class _Writer:
     """A thread that writes lines which it takes from any other thread."""
 
-    def __init__(self, stream: TextIO, service: str, level: str, *, is_shared: bool) -> None:
+    def __init__(
+        self, stream: TextIO, service: str, level: str, *, is_shared: bool, has_audits: bool = True
+    ) -> None:
         self._stream = stream
         self._is_shared = is_shared
         self.service = service
+        self.has_audits = has_audits
         self.levels: Final = frozenset(LEVELS[LEVELS.index(level) :])
         """The levels whose lines are shown."""
         self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()  # a tenth of what a Queue costs
@@ -212,14 +215,21 @@ _writer: _Writer | None = None
 
 
 def configure(
-    service: str, *, level: str = "info", stream: TextIO | None = None, is_shared: bool = False
+    service: str,
+    *,
+    level: str = "info",
+    stream: TextIO | None = None,
+    is_shared: bool = False,
+    has_audits: bool = True,
 ) -> None:
     """Send all logs of this process to `stream` (default: stderr). `is_shared` is true if other processes
-    write there, too. May be called again."""
+    write there, too. Without `has_audits` operators' changes leave no line. May be called again."""
     global _writer
     assert level in LEVELS
     close()
-    _writer = writer = _Writer(stream or sys.stderr, service, level, is_shared=is_shared)
+    _writer = writer = _Writer(
+        stream or sys.stderr, service, level, is_shared=is_shared, has_audits=has_audits
+    )
     structlog.configure(
         processors=[structlog.contextvars.merge_contextvars, _renderer(service)],
         wrapper_class=structlog.make_filtering_bound_logger(level),
@@ -261,7 +271,7 @@ def write(event: str, fields: Mapping[str, object], level: str = "info") -> None
 def audit(event: str, fields: Mapping[str, object]) -> None:
     """Write a line about a change that an operator has made, whatever the lowest level is. `fields` name the
     logger."""
-    if _writer is not None:
+    if _writer is not None and _writer.has_audits:
         _writer.msg(render(_writer.service, "info", event, fields))
 
 

@@ -203,6 +203,8 @@ class _Builder:
         except ValueError as error:
             is_secret = text is None or not (kind.choices or kind.base in (bool, int, float))
             shown = "" if text is None or is_secret else f", got {text.text[:SHOWN_LEN_MAX]!r}"
+            if text is None and kind.is_spelt_by(value):
+                shown = ", without quotes"
             self.problems.append(f"{name}: {error}{shown}")
             return None
 

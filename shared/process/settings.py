@@ -177,6 +177,15 @@ class Kind:
         except (ValueError, RecursionError):  # a TOMLDecodeError is a ValueError
             return text
 
+    def is_spelt_by(self, value: object) -> bool:
+        """True of a text that would be a number, or true or false, without its quotes."""
+        return (
+            self.base in (bool, int, float)
+            and not self.is_size
+            and isinstance(value, str)
+            and not isinstance(self.parse(value), str)
+        )
+
     @property
     def requirement(self) -> str:
         """The condition on a value, in words that continue "must"."""

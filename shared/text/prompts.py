@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import Final
 
 from shared.apis.holding import TOKENS_MAX
-from shared.apis.prompt import CUT_TO_ROOM, ChatPrompt, PromptForm, TextPrompt
+from shared.apis.prompt import CUT_TO_ROOM, ChatPrompt, TextPrompt
 from shared.fairness.fair_threads import Slices
 from shared.text.fill import no_fill
 from shared.text.known_pieces import TenantPieces
@@ -34,7 +34,10 @@ CharSpan = tuple[int, int]
 
 
 def prompt_slices(
-    tokenizer: Tokenizer, given: PromptForm, room: Room | None, known: TenantPieces | None = None
+    tokenizer: Tokenizer,
+    given: ChatPrompt | TextPrompt,
+    room: Room | None,
+    known: TenantPieces | None = None,
 ) -> Slices[list[list[int]]]:
     """The ids of a request's prompts, in slices. No prompt may have more tokens than there is room for.
     `known`: the pieces of its tenant, by which a chat is encoded that goes on.
@@ -50,45 +53,60 @@ def prompt_slices(
     given.count()
     if given.suffix:
         return (yield from _filled(tokenizer, given, given.suffix, room))
-    cut_len = _cut_len(given, room)
     prompt = [given.prompt] if isinstance(given.prompt, str) else given.prompt
-    if not isinstance(prompt[0], str):  # all are of one kind
-        lists: list[list[int]] = [prompt] if isinstance(prompt[0], int) else prompt  # type: ignore[list-item,assignment]
-        if cut_len is not None:
-            lists = [ids[:cut_len] for ids in lists]
-        longest = max(map(len, lists))
-        if longest > _most(room):
-            at = next(at for at, ids in enumerate(lists) if len(ids) == longest)
-            raise _too_long(room, param if given.is_answered else given.place(at), longest)
-        seen_len = 0
-        for ids in lists:
-            for at in range(0, len(ids), SLICE_IDS):
-                part = ids[at : at + SLICE_IDS]
-                check_ids(part, param)
-                seen_len += len(part)
-                if seen_len >= SLICE_IDS:
-                    seen_len = 0
-                    yield
-        return _checked(lists, param)
-    texts = [item for item in prompt if isinstance(item, str)]
+    if isinstance(prompt[0], str):  # all are of one kind
+        texts = [item for item in prompt if isinstance(item, str)]
+        return (yield from _encoded(tokenizer, given, texts, room))
+    lists: list[list[int]] = [prompt] if isinstance(prompt[0], int) else prompt  # type: ignore[list-item,assignment]
+    return (yield from _looked_at(given, lists, room))
+
+
+def _looked_at(given: TextPrompt, lists: list[list[int]], room: Room | None) -> Slices[list[list[int]]]:
+    """Prompts that are given as ids."""
+    if (cut_len := _cut_len(given, room)) is not None:
+        lists = [ids[:cut_len] for ids in lists]
+    longest = max(map(len, lists))
+    if longest > _most(room):
+        at = next(at for at, ids in enumerate(lists) if len(ids) == longest)
+        raise _too_long(room, _place(given, at), longest)
+    seen_len = 0
+    for ids in lists:
+        for at in range(0, len(ids), SLICE_IDS):
+            part = ids[at : at + SLICE_IDS]
+            check_ids(part, given.param)
+            seen_len += len(part)
+            if seen_len >= SLICE_IDS:
+                seen_len = 0
+                yield
+    return _checked(lists, given.param)
+
+
+def _encoded(
+    tokenizer: Tokenizer, given: TextPrompt, texts: list[str], room: Room | None
+) -> Slices[list[list[int]]]:
+    """The ids of prompts that are given as texts."""
     if not all(texts):
-        raise _empty(param)
-    prompts: list[list[int]] = []
+        raise _empty(given.param)
+    cut_len, prompts = _cut_len(given, room), list[list[int]]()
     tokens = encoded_len = 0
     for at, text in enumerate(texts):
-        if cut_len is not None:
-            prompts.append((yield from _cut_slices(tokenizer, text, cut_len, param)))
+        if cut_len is None:
+            prompts.append((yield from text_slices(tokenizer, text, room, _place(given, at))))
         else:
-            place = param if given.is_answered else given.place(at)
-            prompts.append((yield from text_slices(tokenizer, text, room, place)))
+            prompts.append((yield from _cut_slices(tokenizer, text, cut_len, given.param)))
         tokens += len(prompts[-1])
         if tokens > TOKENS_MAX:
-            raise _too_many(param)
+            raise _too_many(given.param)
         encoded_len += len(text)
         if encoded_len >= SLICE_LEN:
             encoded_len = 0
             yield
-    return _checked(prompts, param)
+    return _checked(prompts, given.param)
+
+
+def _place(given: TextPrompt, at: int) -> str:
+    """The name in errors of a prompt that is too long, among several that are answered each by itself."""
+    return given.param if given.is_answered else given.place(at)
 
 
 def _filled(

@@ -18,17 +18,23 @@ import hashlib
 import os
 import time
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 import tokenizers
 
-from shared.apis.prompt import ChatPrompt, PromptForm, TextPrompt
+from shared.apis.chat_messages import ChatMessage
+from shared.apis.prompt import BranchedPrompt, ChatPrompt, PromptForm, TextPrompt
+from shared.fairness.fair_threads import at_once
+from shared.process import logs
 from shared.process.clock import SYSTEM_CLOCK, Clock
 from shared.text.chat_template import NO_DEFAULTS, ChatTemplate, variables_read
+from shared.text.deciding import MARK, THINKS_NOT, Deciding
 from shared.text.fill import Fill
 from shared.text.model_files import BadModelFile, shown
+from shared.text.reranking import Reranking
 from shared.text.template_takes import Takes
 from shared.text.text_slices import Slicer
 from shared.text.token_text import DecodeStream, piece_spelling, whole_spelling
@@ -40,6 +46,8 @@ from shared.wire.shapes import TOKEN_ID_MAX
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 """Off, because the library would pass even one short text to threads of its own, which takes longer than
 encoding it. `shared.fairness.fair_threads` has a bounded number of threads."""
+
+log = logs.get(__name__)
 
 _SPECIAL_NAMES: Final = ("bos_token", "eos_token", "unk_token", "pad_token")
 
@@ -104,6 +112,9 @@ class TokenizerBundle(msgspec.Struct, frozen=True, kw_only=True):
     """What the chat template takes of a chat. None before it was looked at, which `Tokenizer` does."""
     tool_takes: Takes | None = None
     """What the template for chats with tools takes. None without one, too."""
+    reranker: str | None = None
+    """The name of the format in which the model ranks documents (`shared.text.reranking`). None where it
+    ranks none."""
 
     @property
     def hash(self) -> str:
@@ -121,6 +132,7 @@ class TokenizerBundle(msgspec.Struct, frozen=True, kw_only=True):
         files: TokenizerFiles,
         template_arguments: tuple[str, ...] | None = None,
         template_defaults: Mapping[str, Any] = NO_DEFAULTS,
+        reranker: str | None = None,
     ) -> TokenizerBundle:
         """Without `template_arguments`, they are the variables that the chat template reads."""
         named = dict(files.special_tokens)
@@ -138,6 +150,7 @@ class TokenizerBundle(msgspec.Struct, frozen=True, kw_only=True):
             added_tokens=files.added_tokens,
             template_arguments=template_arguments,
             template_defaults=dict(template_defaults),
+            reranker=reranker,
             **own,
         )
 
@@ -220,10 +233,19 @@ class Tokenizer:
         self._words = WordEncoder.of(self.raw, spec)
         self.around: tuple[list[int], list[int]] = around or ([], [])
         """The special tokens that are added before and behind a text."""
-        self.knows_around: Final = around is not None
+        self.knows_around = around is not None
         """True if that is all that is done for special tokens."""
         self.fill = Fill.of(self.raw.token_to_id, lambda text: self.encode(text, False), self.around[0])
         """The prompts with a suffix. None for a tokenizer without tokens for them."""
+        self.reranking: Reranking | None = None
+        """The way in which the model ranks documents. None where it ranks none."""
+        if bundle.reranker is not None:
+            try:
+                self.reranking = Reranking.of(
+                    bundle.reranker, self.raw.token_to_id, lambda text: self.encode(text, False)
+                )
+            except ValueError as error:
+                raise UnusableTokenizer(str(error)) from error
         self.slicer = None if around is None else Slicer.of(self.raw, spec, vocabulary)
         """The cuts of long text. None for a tokenizer whose cuts are not known."""
         self._is_slow = False
@@ -256,10 +278,24 @@ class Tokenizer:
             raise InvalidRequest("This model has no chat template. Use /v1/completions.", param="messages")
         return template
 
+    @cached_property
+    def deciding(self) -> Deciding | None:
+        """The way in which the model decides questions. None for one that cannot."""
+        try:
+            return Deciding.of(self._decision, lambda text: self.encode(text, add_special_tokens=False))
+        except (InvalidRequest, ValueError) as error:
+            log.info("tokenizer.decides_nothing", reason=str(error))
+            return None
+
+    def _decision(self, text: str) -> str:
+        """A rendered chat in which a question is asked."""
+        chat = decision_chat(text)
+        return at_once(self.template_of(chat).slices(chat))
+
     def prompt_ids(self, prompt: PromptForm) -> list[list[int]]:
         """The token ids of each of a request's prompts; a chat is one prompt, and short. Raises NotInPlace
         where template or tokenizer is not to be trusted here: `shared.text.prompts` has it done elsewhere."""
-        if self._is_slow:
+        if self._is_slow or isinstance(prompt, BranchedPrompt):
             raise NotInPlace("The prompt is too long for the model's tokenizer.")
         began_s = None if self.slicer is not None else time.thread_time()
         try:
@@ -368,6 +404,12 @@ def _templates(bundle: TokenizerBundle, clock: Clock) -> tuple[ChatTemplate | No
             template = ChatTemplate(source, special, clock, arguments, defaults, takes)
         made.append(template)
     return made[0], made[1]
+
+
+def decision_chat(said: str) -> ChatPrompt:
+    """The chat in which a question about an input is asked."""
+    message = ChatMessage("user", f"{said}\n\n{MARK}")
+    return ChatPrompt([message], "input", wishes=dict(THINKS_NOT), places=("input",))
 
 
 def check_ids(ids: Sequence[int], param: str) -> None:

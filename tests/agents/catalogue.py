@@ -2,13 +2,14 @@
 
 npm packages are all that is fetched, each into a folder of its own in the cache, `$PENSTOCK_AGENTS`, else
 `~/.cache/penstock-agents`. An agent finds a home of its own and nothing of this machine's environment. It is
-told a base URL, a key and a model, as its documentation says, and to ask nobody's leave for what it does.
+told a base URL, a key and a model by the lines of `gateway/docs/agents.md`, or as its documentation says
+where the page has none, and to ask nobody's leave for what it does.
 """
 
 from __future__ import annotations
 
-import json
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Callable, Mapping
@@ -19,6 +20,9 @@ from typing import Final, NamedTuple
 from tests.services import KEY, MODEL
 from tests.suites.cache import SuiteFailed
 
+PAGE: Final = Path(__file__).parents[2] / "gateway/docs/agents.md"
+ORIGIN_TOLD: Final = "http://127.0.0.1:8000"
+MODEL_TOLD: Final = "demo"
 INSTALL_S: Final = 300.0
 """The time in which one agent must be installed, in seconds."""
 
@@ -88,34 +92,32 @@ def cache_folder() -> Path:
     return folder
 
 
+def told(name: str, place: Place) -> str:
+    """A file that the page about agents shows, of this model at this place."""
+    _, _, rest = PAGE.read_text().partition(f"<!-- file: {name} -->\n```")
+    text = rest.partition("\n")[2].partition("```")[0]
+    return text.replace(ORIGIN_TOLD, place.origin).replace(f'"{MODEL_TOLD}"', f'"{MODEL}"')
+
+
+def variables_told(prefix: str, place: Place) -> dict[str, str]:
+    """The variables that the page says to export."""
+    named = re.findall(rf"\b({prefix}\w+)=(\S+)", PAGE.read_text())
+    values = {"$KEY": KEY, MODEL_TOLD: MODEL, ORIGIN_TOLD: place.origin}
+    return {name: values[value] for name, value in named}
+
+
 def _settle_codex(place: Place) -> None:
     folder = place.home / ".codex"
     folder.mkdir()
-    (folder / "config.toml").write_text(
-        f'model = "{MODEL}"\nmodel_provider = "local"\n[model_providers.local]\nname = "local"\n'
-        f'base_url = "{place.url}"\nwire_api = "responses"\nenv_key = "LOCAL_KEY"\n'
-    )
+    (folder / "config.toml").write_text(told("codex.toml", place))
 
 
 _CODEX: Final = ["--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox"]
 
 
 def _settle_opencode(place: Place) -> None:
-    model = {"name": MODEL, "limit": {"context": 131_072, "output": 8192}}
-    provider = {
-        "npm": "@ai-sdk/openai-compatible",
-        "name": "local",
-        "options": {"baseURL": place.url, "apiKey": KEY},
-        "models": {MODEL: model},
-    }
-    settings = {
-        "$schema": "https://opencode.ai/config.json",
-        "provider": {"local": provider},
-        "model": f"local/{MODEL}",
-        "autoupdate": False,
-        "share": "disabled",
-    }
-    (place.folder / "opencode.json").write_text(json.dumps(settings))
+    settings = told("opencode.json", place).replace(f"/{MODEL_TOLD}", f"/{MODEL}")
+    (place.folder / "opencode.json").write_text(settings)
 
 
 def _claude(_: Place, order: str) -> list[str]:
@@ -134,9 +136,9 @@ AGENTS: Final = (
         ".bin/opencode",
         "/v1/chat/completions",
         settle=_settle_opencode,
-        order=lambda _, order: ["run", "-m", f"local/{MODEL}", order],
-        again=lambda _, order: ["run", "-m", f"local/{MODEL}", "--continue", order],
-        environment=lambda _: {"OPENCODE_DISABLE_AUTOUPDATE": "1"},
+        order=lambda _, order: ["run", "-m", f"penstock/{MODEL}", order],
+        again=lambda _, order: ["run", "-m", f"penstock/{MODEL}", "--continue", order],
+        environment=lambda _: {"KEY": KEY, "OPENCODE_DISABLE_AUTOUPDATE": "1"},
     ),
     Agent(
         "qwen-code",
@@ -171,11 +173,7 @@ AGENTS: Final = (
         order=_claude,
         again=lambda place, order: ["--continue", *_claude(place, order)],
         environment=lambda place: {
-            "ANTHROPIC_BASE_URL": place.origin,
-            "ANTHROPIC_AUTH_TOKEN": KEY,
-            "ANTHROPIC_MODEL": MODEL,
-            "ANTHROPIC_SMALL_FAST_MODEL": MODEL,
-            "ANTHROPIC_DEFAULT_HAIKU_MODEL": MODEL,
+            **variables_told("ANTHROPIC_", place),
             "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
             "DISABLE_AUTOUPDATER": "1",
         },
@@ -189,7 +187,7 @@ AGENTS: Final = (
         settle=_settle_codex,
         order=lambda _, order: ["exec", *_CODEX, order],
         again=lambda _, order: ["exec", "resume", "--last", *_CODEX, order],
-        environment=lambda _: {"LOCAL_KEY": KEY},
+        environment=lambda _: {"KEY": KEY},
     ),
 )
 BY_NAME: Final = {agent.name: agent for agent in AGENTS}

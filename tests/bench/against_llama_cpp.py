@@ -1,13 +1,13 @@
 """This engine beside llama.cpp's server: the same weights, the same loads, in turns.
 
-    python -m tests.bench.against_llama_cpp --server FILE [--models 0.9M 29M 474M] [--formats bf16 q8_0]
-        [--streams 1 8 32] [--prompts 200 2000] [--limit-s S]
+    python -m tests.bench.against_llama_cpp --server FILE [--models 0.9M 29M 474M qwen3.5-0.8B qwen3.5-2B]
+        [--formats bf16 q8_0] [--streams 1 8 32] [--prompts 200 2000] [--limit-s S]
 
 `FILE` is a `llama-server`, built for this processor from the source that PyPI's `llama-cpp-python` brings:
 
     pip download --no-deps --no-binary llama-cpp-python llama-cpp-python && tar xzf llama_cpp_python-*.tar.gz
     cd llama_cpp_python-*/vendor/llama.cpp && cmake -B build -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON \\
-        -DLLAMA_CURL=OFF -DLLAMA_OPENSSL=OFF && make -C build llama-server      # build/bin/llama-server
+        -DLLAMA_CURL=OFF -DLLAMA_OPENSSL=OFF && make -C build llama-server llama-batched-bench  # build/bin
 
 The weights are those of `tests.bench.models`, converted by `tests.bench.gguf_model` (`pip install gguf`).
 bfloat16 is measured beside bfloat16, and Q8_0 beside this engine's `--weights int8`. llama.cpp gets a slot
@@ -54,7 +54,8 @@ AHEAD: Final = {"output, ratio": at_least(1), "TTFT p50, ratio": at_most(1)}
 
 def work_of(name: str, streams: int, prompt_len: int) -> float:
     """How long a row takes beside others: its prompts' tokens by the millions of weights that each meets."""
-    return float(name.removesuffix("M")) * streams * prompt_len
+    size = name.rpartition("-")[2]
+    return float(size[:-1]) * {"M": 1, "B": 1000}[size[-1]] * streams * prompt_len
 
 
 def turns_of(name: str, streams: int, prompt_len: int) -> tuple[int, int]:

@@ -1,8 +1,10 @@
 """A random model of `tests.bench.models` as a GGUF file, which llama.cpp reads: the same weights, the same
 tokens.
 
-Matrices are bfloat16 as they are, or Q8_0: 8 bits with a scale for each 32 of a row. Norms are float32, as
-llama.cpp wants them. Needs the package `gguf` from PyPI.
+Matrices are bfloat16 as they are, or Q8_0: 8 bits with a scale for each 32 of a row. Norms and filters are
+float32, as llama.cpp wants them. Of Qwen3.5, norms have their offset in them, and the decay of states its
+exponential; its value heads would have another order in llama.cpp where a key head has several, so that there
+must be as many of both. Needs the package `gguf` from PyPI.
 """
 
 from __future__ import annotations
@@ -30,6 +32,20 @@ _LAYER = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
+_HYBRID_LAYER = _LAYER | {
+    "post_attention_layernorm": "post_attention_norm",
+    "linear_attn.in_proj_qkv": "attn_qkv",
+    "linear_attn.in_proj_z": "attn_gate",
+    "linear_attn.in_proj_b": "ssm_beta",
+    "linear_attn.in_proj_a": "ssm_alpha",
+    "linear_attn.conv1d": "ssm_conv1d",
+    "linear_attn.norm": "ssm_norm",
+    "linear_attn.out_proj": "ssm_out",
+}
+_BARE = {"linear_attn.A_log": "ssm_a", "linear_attn.dt_bias": "ssm_dt.bias"}
+"""Names without `.weight` behind them."""
+_MROPE_SECTIONS = [11, 11, 10, 0]
+"""What llama.cpp asks for; of text all sections have the same positions."""
 _WHOLE = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight"}
 
 
@@ -41,11 +57,15 @@ def write_gguf(model: Path, form: Format) -> Path:
     gguf: Any = importlib.import_module("gguf")  # no dependency of the project's
     config = json.loads((model / "config.json").read_text())
     part = path.with_suffix(".part")
-    writer = gguf.GGUFWriter(str(part), "qwen3")
+    is_hybrid = config["model_type"] == "qwen3_5_text"
+    writer = gguf.GGUFWriter(str(part), "qwen35" if is_hybrid else "qwen3")
     _add_config(writer, config)
+    if is_hybrid:
+        _add_hybrid_config(writer, config)
     _add_tokenizer(gguf, writer, json.loads((model / "tokenizer.json").read_text()), config["eos_token_id"])
     for name, tensor in load_file(model / "model.safetensors").items():
-        _add_tensor(gguf, writer, gguf_name(name), tensor, form)
+        own = of_hybrid(name, tensor) if is_hybrid else tensor
+        _add_tensor(gguf, writer, gguf_name(name, is_hybrid=is_hybrid), own, form)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -54,12 +74,25 @@ def write_gguf(model: Path, form: Format) -> Path:
     return path
 
 
-def gguf_name(name: str) -> str:
+def gguf_name(name: str, *, is_hybrid: bool = False) -> str:
     """A tensor's name in GGUF."""
     if name in _WHOLE:
         return _WHOLE[name]
     _, _, layer, rest = name.split(".", 3)
-    return f"blk.{layer}.{_LAYER[rest.removesuffix('.weight')]}.weight"
+    if rest in _BARE:
+        return f"blk.{layer}.{_BARE[rest]}"
+    names = _HYBRID_LAYER if is_hybrid else _LAYER
+    return f"blk.{layer}.{names[rest.removesuffix('.weight')]}.weight"
+
+
+def of_hybrid(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of Qwen3.5 as llama.cpp wants it."""
+    if name.endswith(".A_log"):
+        return -tensor.float().exp()
+    if name.endswith(".conv1d.weight"):
+        return tensor.float()[:, 0]
+    has_offset = name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight")
+    return tensor.float() + 1 if has_offset else tensor
 
 
 def _add_config(writer: Any, config: dict[str, Any]) -> None:
@@ -72,8 +105,23 @@ def _add_config(writer: Any, config: dict[str, Any]) -> None:
     writer.add_head_count_kv(config["num_key_value_heads"])
     writer.add_key_length(config["head_dim"])
     writer.add_value_length(config["head_dim"])
-    writer.add_rope_freq_base(config["rope_theta"])
+    writer.add_rope_freq_base(config.get("rope_parameters", config)["rope_theta"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+
+
+def _add_hybrid_config(writer: Any, config: dict[str, Any]) -> None:
+    key_heads, value_heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    assert key_heads == value_heads
+    writer.add_rope_dimension_count(
+        int(config["head_dim"] * config["rope_parameters"]["partial_rotary_factor"])
+    )
+    writer.add_rope_dimension_sections(_MROPE_SECTIONS)
+    writer.add_full_attention_interval(config["full_attention_interval"])
+    writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
+    writer.add_ssm_state_size(config["linear_key_head_dim"])
+    writer.add_ssm_group_count(key_heads)
+    writer.add_ssm_time_step_rank(value_heads)
+    writer.add_ssm_inner_size(config["linear_value_head_dim"] * value_heads)
 
 
 def _add_tokenizer(gguf: Any, writer: Any, tokenizer: dict[str, Any], eos_id: int) -> None:
@@ -95,7 +143,7 @@ def _add_tokenizer(gguf: Any, writer: Any, tokenizer: dict[str, Any], eos_id: in
 
 def _add_tensor(gguf: Any, writer: Any, name: str, tensor: torch.Tensor, form: Format) -> None:
     kinds = gguf.GGMLQuantizationType
-    if tensor.ndim == 1:
+    if tensor.ndim == 1 or "conv" in name:
         writer.add_tensor(name, tensor.float().numpy(), raw_dtype=kinds.F32)
     elif form == "bf16":
         rows = tensor.contiguous().view(torch.uint8).numpy()

@@ -1,10 +1,13 @@
 """The native kernels beside torch, and beside what the machine can do.
 
     python -m tests.bench.kernels MODEL_DIR... [--part kinds|floor] [--streams 1,8] [--kinds torch,native]
+        [--llama FILE]
 
 kinds: in one process and in turns, each with every usable core, a decode step and a prompt of 200 tokens (or
 of `--prompt`). Per kind, the best round's median step, its tokens per second, and the best prompt. The kind
-`transformers` is its own forward passes, with its own cache.
+`transformers` is its own forward passes, with its own cache. The kind `llama.cpp` is the same weights, in
+bfloat16, by its `llama-batched-bench` (`--llama`, built as `tests.bench.against_llama_cpp` says), whose
+prompts are computed together, so that one's time is its part.
 
 floor: what no kernel can go below. A decode step reads every weight once, and the keys and values of its
 streams, and it reads and writes their states: so many bytes, at the rate at which the machine reads memory
@@ -18,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -38,6 +42,7 @@ from engine.runtime.setup.runner_config import RunnerConfig
 from engine.runtime.start.starting import choose_dtype
 from engine.runtime.weights.parameters import layer_parameters
 from tests.bench.figures import Figure, at_least, exit_code, figure, write
+from tests.bench.gguf_model import write_gguf
 from tests.bench.machine import Memory, Multiplier
 
 KINDS: Final[dict[str, dict[str, Any]]] = {
@@ -46,6 +51,9 @@ KINDS: Final[dict[str, dict[str, Any]]] = {
     "int8": {"weights": "int8"},
 }
 TRANSFORMERS: Final = "transformers"
+LLAMA_CPP: Final = "llama.cpp"
+LLAMA_BATCH: Final = 2048
+"""Tokens of a step at most, as its own default is."""
 FLOOR_SHARE_MIN: Final = 75.0
 """Percent, of a step of one stream."""
 
@@ -56,6 +64,9 @@ def main() -> int:
     parser.add_argument("--part", choices=["kinds", "floor"], default="kinds")
     parser.add_argument("--streams", default="1,8")
     parser.add_argument("--kinds", default=",".join(KINDS))
+    parser.add_argument(
+        "--llama", type=Path, metavar="FILE", help="llama-batched-bench, for the kind llama.cpp"
+    )
     parser.add_argument("--prompt", type=int, default=200, metavar="TOKENS")
     parser.add_argument("--dtype", choices=["auto", "float32", "bfloat16"], default="auto")
     parser.add_argument("--steps", type=int, default=24)
@@ -152,6 +163,8 @@ def _matrix_elements(shape: DecoderSpec) -> int:
 def _bench(model: Path, kind: str, options: argparse.Namespace) -> _Bench:
     if kind == TRANSFORMERS:
         return _Transformers(model, options.dtype)
+    if kind == LLAMA_CPP:
+        return _LlamaCpp(options.llama, write_gguf(model, "bf16"))
     return _Runner(_load(model, kind, options))
 
 
@@ -208,6 +221,32 @@ class _Transformers:
             tokens = out.logits[:, -1:].argmax(-1)
             steps_s.append(time.perf_counter() - started_s)
         return statistics.median(steps_s), prompt_s
+
+
+class _Batched(msgspec.Struct, frozen=True):
+    """A line of llama-batched-bench."""
+
+    pl: int
+    t_pp: float
+    t_tg: float
+
+
+@dataclass(frozen=True, slots=True)
+class _LlamaCpp:
+    """llama.cpp's own bench of batches, with all cores."""
+
+    program: Path
+    weights: Path
+
+    def run(self, streams: int, steps: int, prompt_len: int) -> tuple[float, float]:
+        context_len, cores = streams * (prompt_len + steps + 1), str(usable_cores())
+        argv = [str(self.program), "-m", str(self.weights), "-c", str(context_len), "-b", str(LLAMA_BATCH)]
+        argv += ["-npp", str(prompt_len), "-ntg", str(steps), "-npl", str(streams), "-fa", "on"]
+        argv += ["-t", cores, "-tb", cores, "--output-format", "jsonl"]
+        done = subprocess.run(argv, capture_output=True, check=True)
+        [found] = [line for line in done.stdout.splitlines() if line.startswith(b"{")]
+        measured = msgspec.json.decode(found, type=_Batched)
+        return measured.t_tg / steps, measured.t_pp / measured.pl
 
 
 def _prompt(stream: int, length: int, vocab_size: int) -> list[int]:

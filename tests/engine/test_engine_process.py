@@ -14,6 +14,7 @@ from engine.api.core.process import SOCKETS_PREFIX
 from engine.runtime.setup.hardware import usable_cores
 from shared.process.exit_codes import ExitCode
 from shared.process.socket_directory import remove_abandoned
+from tests.effort import some
 from tests.services import MODEL_DIR, Service, client, engine, gauges, until
 
 pytestmark = pytest.mark.slow
@@ -29,7 +30,7 @@ def is_running(pid: int) -> bool:
         return False
 
 
-@pytest.mark.parametrize("loop", ["--overlap", "--no-overlap"])
+@pytest.mark.parametrize("loop", some(["--overlap", "--no-overlap"], usual=1))
 def test_it_serves_frees_and_tells_when_its_core_is_killed(short_tmp: Path, loop: str) -> None:
     with engine(short_tmp, loop, "--gap-target-ms", "inf") as process, client(process) as http:
         assert process.line("core.ready")["overlap"] is (loop == "--overlap")
@@ -100,7 +101,7 @@ def ctrl_c(process: Service) -> None:
     os.killpg(process.process.pid, signal.SIGINT)
 
 
-@pytest.mark.parametrize("stop", [sigterm, sigterm_to_both, ctrl_c])
+@pytest.mark.parametrize("stop", some([sigterm_to_both, ctrl_c, sigterm], usual=1))
 def test_a_stop_signal_lets_a_stream_finish(short_tmp: Path, stop: Callable[[Service], None]) -> None:
     with engine(short_tmp) as process, client(process) as http:
         body = {**CHAT, "ignore_eos": True, "max_tokens": 60}

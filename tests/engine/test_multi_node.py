@@ -94,6 +94,7 @@ def test_two_nodes_give_the_tokens_of_one_process_and_drain_together(short_tmp: 
     assert list(short_tmp.iterdir()) == []
 
 
+@pytest.mark.nightly
 def test_the_other_ranks_end_with_a_killed_leader(short_tmp: Path) -> None:
     """The runner serves the store, as torchrun's agent does."""
     store = nodes.serve_store("127.0.0.1", 0)

@@ -17,6 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.effort import some
 from tests.engine.test_engine_process import LONG
 from tests.services import (
     KEY,
@@ -116,7 +117,7 @@ def front_of(directory: Path, process: Service) -> Iterator[str]:
         yield gateway_url(front)
 
 
-@pytest.mark.parametrize("through_gateway", [False, True])
+@pytest.mark.parametrize("through_gateway", some([True, False], usual=1))
 def test_nothing_is_computed_for_a_client_that_stopped_reading(
     short_tmp: Path, through_gateway: bool
 ) -> None:

@@ -19,12 +19,15 @@ import torch
 
 from engine.contract.messages import FinishReason, Pending, Plan, RunnerInfo, SamplingParams
 from engine.contract.packing import Biases
+from engine.core.drafts.drafter import Drafts
 from engine.core.queue.newcomers import AddSequence
+from engine.core.sequence import Sequence as Sequence_
 from engine.runtime.device.device_runner import DeviceRunner
 from engine.runtime.load import load_runner
 from engine.runtime.setup.runner_config import RunnerConfig
 from tests.bench.engine.gpu.measuring import check
 from tests.engine.models import VOCAB_SIZE, not_greedy
+from tests.fake_drafts import FakeDrafts
 from tests.gpu.loop import Served, serve, vacate
 from tests.gpu.models import other_model, plain_models
 from tests.gpu.near import near
@@ -186,6 +189,31 @@ def graphs(path: Path, load: Load = on_gpu, count: int = 8, outputs: int = 24) -
     return {"steps": replayed.steps}
 
 
+def drafted(
+    path: Path, load: Load = on_gpu, count: int = 14, outputs: int = 24, right: float = 0.7
+) -> dict[str, Any]:
+    """Every kind of sampling, by graphs, beside prompts, preempted: with drafts of which a share is right the
+    answers are those without. Log-probabilities differ by rounding."""
+    asked = requests(prompts(count, 90), outputs, COMPANY)
+    sizes: dict[str, Any] = {"step_tokens_max": STEP_TOKENS_MAX}
+    plain = serve(Fewer(load(path, max_drafts=0), 16), asked, **sizes)  # type: ignore[arg-type]
+
+    def drafter_of(sequence: Sequence_) -> Drafts:
+        request = asked[sequence.handle]
+        own = [*request.prompt_ids, *plain.tokens[sequence.handle]]
+        stops, rng = request.sampling.stop_token_ids, random.Random(sequence.handle)
+        return FakeDrafts(own, stops, VOCAB_SIZE, right, rng)
+
+    runner = Fewer(load(path), 16)
+    served = serve(runner, asked, **sizes, drafter_of=drafter_of)  # type: ignore[arg-type]
+    assert said(served) == said(plain), "tokens differ between drafts and none"
+    for handle, found in served.logprobs.items():
+        near(torch.tensor(found), torch.tensor(plain.logprobs[handle]), LOGPROB_ERROR_MAX)
+    assert served.accepted > 0, "no draft was right"
+    drafts = {"drafted": served.drafted, "accepted": served.accepted}
+    return {"steps": served.steps, "steps_plain": plain.steps} | drafts
+
+
 @dataclass
 class Unwaiting:
     """A runner whose launches may not wait: torch raises where one would."""
@@ -232,6 +260,8 @@ def main() -> int:
         ok &= check("engine", f"{row} graphs against eager", partial(graphs, hybrid))
         ok &= check("engine", f"{row} from snapshots", partial(snapshots, hybrid))
         ok &= check("engine", f"{row} launches wait for nothing", partial(no_waits, hybrid))
+        for family, path in paths.items():
+            ok &= check("engine", f"engine {family} drafts against none", partial(drafted, path))
         for family, path in paths.items():
             row = f"engine {family} overlapped against plain"
             ok &= check("engine", row, partial(overlapped, path))

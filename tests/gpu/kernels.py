@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu, linear, silu
 
-from engine.contract.messages import SamplingParams
+from engine.contract.messages import SamplingParams, agreed
 from engine.runtime.kernels import fused
 from engine.runtime.kernels.autotune import DeviceLinear, MatmulTable
 from engine.runtime.kernels.begin import begin_step
+from engine.runtime.kernels.decode_attention import query_counts
 from engine.runtime.kernels.delta_net import CHUNK
 from engine.runtime.kernels.fused import Norm, ResidualStream
 from engine.runtime.kernels.matmul import (
@@ -56,6 +57,8 @@ SHAPES = (
 )
 FLOAT32_SHAPES = (Shape(4, 2, 16, 16), Shape(1, 7, 16, 16), Shape(4, 1, 32, 16))
 LENGTHS = (3000, 1, 64, 65, 300, 0, 512, 513, 9000)
+VERIFIED, VERIFIED_CONTEXTS = (1, 2, 4, 3, 1, 4, 2), (3000, 65, 4, 513, 0, 9000, 128)
+"""Tokens of rows that verify drafts, and their keys: tiles have room for four tokens and more."""
 CHUNKS, CONTEXTS = (700, 1, 200, 64, 5, 129), (700, 100, 1200, 192, 4133, 129)
 
 
@@ -93,6 +96,40 @@ def decode_attention(shape: Shape, dtype: torch.dtype, window: int | None) -> di
         for _ in range(REPEATS):  # the last to arrive differs from run to run; what it adds up must not
             same(run(), found, f"run again by {programs} programs")
     return {"error": max(errors)}
+
+
+def decode_attention_of_drafts(shape: Shape, dtype: torch.dtype, window: int | None) -> dict[str, Any]:
+    """Rows of some tokens that share what they read, in tiles of every size."""
+    case = paged_case(shape, VERIFIED, VERIFIED_CONTEXTS, dtype=dtype)
+    expected, errors = case.expected(window), []
+    for queries in query_counts(shape.group, shape.head_dim, max(VERIFIED)):
+        if queries < max(VERIFIED):
+            continue
+        for programs, least in ((264, 256), (528, 64), (7, 256)):
+            run = partial(
+                decode.run, case, window, programs, device=CUDA, piece_tokens_min=least, queries=queries
+            )
+            found = run()
+            errors.append(near(found, expected, ERROR_MAX[dtype]))
+            for _ in range(REPEATS):
+                same(run(), found, f"run again by {programs} programs")
+    assert errors, "no tile has room"
+    return {"error": max(errors)}
+
+
+def sampling_of_drafts(right: float, masked: bool) -> dict[str, Any]:
+    """The tokens behind drafts are the CPU's, and those that stay are counted."""
+    own = sampling.verified(right, masked=masked)
+    found, columns, _ = own.on_device(CUDA)
+    assert found == own.on_cpu(), "tokens differ from the CPU's"
+    stays = [agreed(drafts, tokens) + 1 for drafts, tokens in zip(own.drafts, found, strict=True)]
+    counted = columns.counts[:, 0].sum(1).tolist()
+    expected = [
+        (len(output) + stay) * asked.needs_history
+        for asked, (_, output), stay in zip(own.asked, own.past, stays, strict=True)
+    ]
+    assert counted == expected, f"counted {counted}, not {expected}"
+    return {"stay": stays}
 
 
 def prefill_attention(shape: Shape, dtype: torch.dtype, window: int | None) -> dict[str, Any]:
@@ -353,6 +390,8 @@ def in_precision(dtype: torch.dtype, shapes: Sequence[Shape]) -> bool:
             page = shape.page_size
             row = f"{shape.kv_heads}x{shape.group}x{shape.head_dim} page {page} window {window} {name}"
             ok &= check("kernels", f"decode {row}", partial(decode_attention, shape, dtype, window))
+            run = partial(decode_attention_of_drafts, shape, dtype, window)
+            ok &= check("kernels", f"decode with drafts {row}", run)
             ok &= check("kernels", f"prefill {row}", partial(prefill_attention, shape, dtype, window))
     ok &= by_tiles(dtype, name)
     if dtype != torch.float32:
@@ -371,6 +410,9 @@ def main() -> int:
     for vocab in (128_256, 151_936):
         run = partial(tokens, sampling.LIMITS["all at once"], vocab, torch.bfloat16)
         ok &= check("kernels", f"sampling all at once of {vocab} in bfloat16", run)
+    for right, masked in ((0.6, False), (1.0, True)):
+        row = f"sampling behind drafts, {right:.0%} right{', with masks' if masked else ''}"
+        ok &= check("kernels", row, partial(sampling_of_drafts, right, masked))
     ok &= in_precision(torch.float32, FLOAT32_SHAPES)
     ok &= in_precision(torch.float16, SHAPES[:1])
     return 0 if ok else 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from engine.contract.messages import (
@@ -18,11 +18,13 @@ from engine.contract.messages import (
     StepOutput,
     StopCore,
 )
+from engine.core.drafts.drafter import Drafts
 from engine.core.loop import CoreLoop
 from engine.core.queue.newcomers import AddSequence
 from engine.core.scheduler_config import SchedulerConfig
+from engine.core.sequence import Sequence as Sequence_
 from engine.runtime.device.device_runner import DeviceRunner
-from tests.bench.engine.core_window import alone
+from tests.bench.engine.core_window import alone, draft_by
 
 
 @dataclass
@@ -35,6 +37,8 @@ class Served:
     tokens: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
     logprobs: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
     reasons: dict[int, FinishReason] = field(default_factory=dict)
+    drafted: int = 0
+    accepted: int = 0
     steps: int = 0
     began_s: float = 0.0
     took_s: float = 0.0
@@ -62,6 +66,8 @@ class Served:
                 self.logprobs[handle].append(entry.logprob)
         for finished in message.finished:
             self.reasons[finished.handle] = finished.reason
+            self.drafted += finished.drafted
+            self.accepted += finished.accepted
         self.took_s = time.perf_counter() - self.began_s
 
 
@@ -105,11 +111,16 @@ def serve(
     overlap: bool = True,
     step_tokens_max: int = 2048,
     prefix_cache: bool = True,
+    drafter_of: Callable[[Sequence_], Drafts] | None = None,
 ) -> Served:
+    """`drafter_of`: None: the engine's own."""
     most = max(1, len(requests), len(later))
     config = SchedulerConfig(step_tokens_max=step_tokens_max, queue_len_max=most, prefix_cache=prefix_cache)
     served = Served(requests, later)
-    CoreLoop(runner, served, served, config, overlap=overlap).run()
+    loop = CoreLoop(runner, served, served, config, overlap=overlap)
+    if drafter_of is not None:
+        draft_by(loop._scheduler, drafter_of)
+    loop.run()
     return served
 
 

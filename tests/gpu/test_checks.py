@@ -23,6 +23,8 @@ def toy(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {
         "CUDA": torch.device("cpu"),
         "LENGTHS": (70, 0, 16),
+        "VERIFIED": (1, 3, 1),
+        "VERIFIED_CONTEXTS": (20, 35, 0),
         "REPEATS": 1,
         "CHUNKS": (5, 1),
         "CONTEXTS": (20, 1),
@@ -41,6 +43,19 @@ def test_attention() -> None:
     for window in (None, 20):
         assert kernels.decode_attention(shape, torch.float32, window)["error"] < 1e-5
         assert kernels.prefill_attention(shape, torch.float32, window)["error"] < 1e-5
+
+
+@pytest.mark.nightly
+def test_attention_of_drafts() -> None:
+    shape = Shape(1, 2, 16, 16)
+    for window in (None, 20):
+        assert kernels.decode_attention_of_drafts(shape, torch.float32, window)["error"] < 1e-5
+
+
+@pytest.mark.nightly
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_sampling_of_drafts() -> None:
+    assert max(kernels.sampling_of_drafts(1.0, True)["stay"]) > 2
 
 
 def test_delta_nets(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,7 +38,7 @@ import torch
 from engine.contract.messages import SamplingParams
 from engine.core.queue.newcomers import AddSequence
 from engine.runtime.device.device_runner import DeviceRunner
-from engine.runtime.device.graphs import Captured, DecodeGraphs
+from engine.runtime.device.graphs import Captured, StepShape
 from engine.runtime.load import load_runner
 from engine.runtime.models.spec import DecoderSpec
 from engine.runtime.setup.runner_config import RunnerConfig
@@ -220,9 +220,8 @@ def idle(
 ) -> dict[str, Any]:
     """Of the time in which all streams decode, the share between graphs."""
     runner = load(path, streams, context + decodes)
-    replay = runner.decode
-    graphs: DecodeGraphs[Any] = replay.__self__  # type: ignore[attr-defined]
-    timed = graphs._graphs[streams] = Timed(graphs._graphs[streams], mark)
+    graphs, shape = runner.steps._graphs, StepShape(streams)
+    timed = graphs[shape] = Timed(graphs[shape], mark)
     rng = random.Random(1)
     wanted = [Wanted([rng.randint(2, TOKEN_MAX) for _ in range(context)], decodes) for _ in range(streams)]
     steps_max = STEP_TOKENS_MAX if load is on_gpu else max(streams, 8)

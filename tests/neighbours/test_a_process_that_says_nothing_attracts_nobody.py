@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.effort import some
 from tests.neighbours.conftest import House, engines, gateway
 from tests.neighbours.test_a_failed_replica_attracts_nobody import (
     flooding_both,
@@ -39,7 +40,7 @@ def nobody() -> Iterator[str]:
         yield f"http://127.0.0.1:{sock.getsockname()[1]}"
 
 
-@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
+@pytest.mark.parametrize("number", some([signal.SIGSTOP, signal.SIGKILL], usual=1))
 async def test_a_replica_whose_process_says_nothing_costs_the_streams_it_had_and_no_other(
     houses: tuple[House, Service], number: signal.Signals
 ) -> None:

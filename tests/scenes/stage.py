@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import math
 import random
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
@@ -23,7 +24,7 @@ import msgspec
 import shared.fairness.fair_threads
 from engine.api.http.server import Engine
 from engine.config import EngineConfig, ModelTokens
-from engine.contract.messages import Plan
+from engine.contract.messages import Plan, ServiceClass
 from engine.core.scheduler_config import SchedulerConfig
 from gateway.admission.memory_store import MemoryStore
 from gateway.app import Gateway
@@ -32,6 +33,8 @@ from gateway.directory.accounts import by_keys
 from gateway.identity.caller import Caller as Claims
 from gateway.identity.caller import Identity, Principal
 from gateway.identity.keys import hash_key
+from shared.apis.embeddings import INPUTS_MAX
+from shared.fairness.fair_share import held_max
 from shared.process import logs
 from shared.text.tokenizer import TokenizerBundle
 from shared.trace.join import join
@@ -52,6 +55,7 @@ BASE_S: Final = 0.005
 PROMPT_TOKEN_S: Final = 0.001
 ROW_S: Final = 0.0002
 CONTEXT_LEN: Final = 2048
+VECTOR_LEN: Final = 4
 
 
 class SceneCore(InProcessCore):
@@ -141,6 +145,7 @@ class Setting:
     slots: int = 4
     step_tokens_max: int = 512
     max_queue_len: int = 100
+    gap_target_s: float = math.inf
     engines: int = 1
     tenant: dict[str, Any] = field(default_factory=dict)
     """Settings of the tenant `acme`."""
@@ -225,6 +230,7 @@ class Stage:
             max_num_seqs=setting.slots,
             max_step_tokens=setting.step_tokens_max,
             max_queue_len=setting.max_queue_len,
+            embeddings="mean",
         )
 
         def make_core(_: EngineConfig, __: ModelTokens) -> SceneCore:
@@ -237,8 +243,14 @@ class Stage:
                 vocab_size=tokenizer.vocab_size,
                 host_pages=setting.host_pages,
                 page_copy_s=0.0001 if setting.host_pages else 0.0,
+                vector_len=VECTOR_LEN,
             )
-            scheduler = SchedulerConfig(step_tokens_max=setting.step_tokens_max, watermark=0.0)
+            scheduler = SchedulerConfig(
+                step_tokens_max=setting.step_tokens_max,
+                queue_len_max=held_max(setting.max_queue_len, INPUTS_MAX),
+                watermark=0.0,
+                gap_targets_s=(setting.gap_target_s,) * len(ServiceClass),
+            )
             core = SceneCore(info, scheduler, self._clock, step_s=0.0, overlap=False)
             self.cores.append(core)
             return core
@@ -269,6 +281,12 @@ class Stage:
             **fields,
         }
         return await self.send(request_id, json.dumps(body).encode(), tenant=tenant, headers=headers)
+
+    async def embed(self, request_id: str, inputs: int, length: int, *, tenant: str = "acme") -> Client:
+        """Send a request for the vectors of so many inputs of so many tokens each."""
+        first = 3 + sum(request_id.encode()) % 90
+        body = {"model": MODEL, "input": [[first + at % 200] * length for at in range(inputs)]}
+        return await self.send(request_id, json.dumps(body).encode(), tenant=tenant, path="/v1/embeddings")
 
     async def say(self, request_id: str, turns: Sequence[str], session: str = "s", **fields: Any) -> Client:
         """Send a chat of these turns, the caller's and the assistant's."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from pathlib import Path
 
@@ -76,6 +77,91 @@ def test_a_long_prompt_beside_a_stream(model_dir: Path) -> None:
     told = play(scene, Setting(), model_dir)
     says(causes(told, "stream"), r"gap of 305 ms: 300 prompt tokens of another request")
     says(causes(told, "long"), r"prefill of 305 ms: 300 prompt tokens of its own in 1 step, beside 1 stream")
+
+
+GAP_TARGET_S = 0.05
+
+
+@pytest.mark.parametrize(("inputs", "length"), [(2048, 5), (300, 40), (20, 1000)])
+def test_a_flood_of_vectors_beside_a_stream(model_dir: Path, inputs: int, length: int) -> None:
+    """The stream's gaps keep to their target, and its tenant's next requests begin soon, while another tenant
+    has four requests for vectors: all slots, and a queue that is never empty."""
+    gaps_s: list[float] = []
+    begun_s: list[float] = []
+
+    async def scene(stage: Stage) -> None:
+        clock = asyncio.get_running_loop().time
+        stream = await stage.ask("stream", max_tokens=150)
+        await stream.until_event(10)
+        floods = [await stage.embed(f"flood{at}", inputs, length, tenant="other") for at in range(4)]
+        await stage.until_running(4)
+        steps = stage.engines[0].state.core.steps
+        first = steps.last
+        await stream.until_over()
+        assert first is not None
+        assert steps.last is not None
+        beside = [*steps.between(first.number, steps.last.number)]
+        gaps_s.extend(step.interval_s for step in beside if sum(step.decodes))
+        assert all(step.prompts for step in beside)
+        for at in range(3):
+            asked_at = clock()
+            await (await stage.ask(f"next{at}", prompt_len=30, max_tokens=1)).until_over()
+            begun_s.append(clock() - asked_at)
+        assert not all(flood.caller.is_over for flood in floods), "the flood was over before"
+        for flood in floods:
+            await flood.leave()
+
+    told = play(scene, Setting(gap_target_s=GAP_TARGET_S, pages=4000), model_dir)
+    assert len(gaps_s) > 50
+    assert max(gaps_s) < 1.2 * GAP_TARGET_S
+    assert max(begun_s) < 1.0, "short inputs pass a longer prompt, until their tenant is well ahead"
+    charged = [told.line(f"flood{at}", "gateway") for at in range(4)]
+    assert [line.status for line in charged].count(499) >= 1
+    for line in charged:
+        if line.status != 503:
+            computed = told.line(line.request_id, "engine").prompt_tokens or 0
+            assert isinstance(line, GatewayLine)
+            assert line.settled_tokens == computed < inputs * length or line.status == 200
+
+
+def test_vectors_are_computed_until_their_caller_leaves_and_not_on(model_dir: Path) -> None:
+    """What had begun is charged, and the rest never begins."""
+    computed: list[int] = []
+
+    async def scene(stage: Stage) -> None:
+        left = await stage.embed("left", 400, 50)
+        await stage.until_running(4)
+        await stage.wait(0.5)
+        await left.leave()
+        await until(lambda: not stage.engines[0].state.core.live)
+        pages = stage.cores[0].scheduler._allocator.pages
+        assert (pages.owned, pages.cached) == (0, 0)
+        computed.append(sum(stage.cores[0].computed["left"].rows_len.values()))
+
+    told = play(scene, Setting(pages=4000), model_dir)
+    line = gateway_line(told, "left")
+    assert (line.status, line.end_reason) == (499, "client_cancel")
+    assert line.settled_tokens == told.line("left", "engine").prompt_tokens
+    assert line.settled_tokens is not None
+    assert 0 < computed[0] <= line.settled_tokens <= computed[0] + 4 * 50 < 400 * 50
+
+
+def test_what_a_trace_tells_of_a_request_for_vectors(model_dir: Path) -> None:
+    async def scene(stage: Stage) -> None:
+        await (await stage.embed("vectors", 40, 50)).until_over()
+
+    told = play(scene, Setting(pages=4000), model_dir)
+    engine, gateway = told.line("vectors", "engine"), gateway_line(told, "vectors")
+    for line in (engine, gateway):
+        assert (line.endpoint, line.status) == ("/v1/embeddings", 200)
+        assert (line.prompt_tokens, line.completion_tokens, line.cached_tokens) == (2000, 0, 0)
+    assert (gateway.reserved_tokens, gateway.settled_tokens) == (2000, 2000)
+    says(told.trace("vectors"), r"POST /v1/embeddings")
+    says(told.trace("vectors"), r"40 sequences")
+    says(
+        causes(told, "vectors"),
+        r"^queued 1\.9 s: no slot \(4 sequences run\), 36 others were taken before it",
+    )
 
 
 def test_a_cached_prompt_is_no_stream_beside_itself(model_dir: Path) -> None:

@@ -3,7 +3,7 @@
 DIR/kubeconfig leads to kube-apiserver and kube-controller-manager 1.20, the newest that Debian has the
 sources of; DIR/crd.kubeconfig to a server of custom resources of 1.36. 1.20 does not know
 PodDisruptionBudget and HorizontalPodAutoscaler in the versions of today: those are left out here, and
-are held against Kubernetes' own schemas by the tests. Nothing schedules or runs pods:
+are held against Kubernetes' own schemas by the tests. But for `served`, nothing runs pods:
 `tests.ship.stand_in` says that they run.
 
     dry run    the server would take every manifest of every preset that it knows
@@ -11,6 +11,8 @@ are held against Kubernetes' own schemas by the tests. Nothing schedules or runs
     custom     custom resources fit their definitions, with their rules in CEL and strict fields
     watch      the gateway's account follows the endpoints of a Service, and may do nothing else
     rollout    a new version replaces engines one by one under the names they had, and never lacks a gateway
+    served     by `--only served` alone, with images that `tests/ship/run.sh` built: pods run, a first token
+               comes, and an upgrade and a rollback under load lose no stream
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ import yaml
 
 from helm.make.values_schema import CHART
 from tests.ship import tools
+from tests.ship.kube_served import serve, tagged
 from tests.ship.kube_watch import DEFINITION, Server, refused, watched
 from tests.ship.rendering import NAMESPACE, PRESETS, Manifest, manifests, of_kind, preset_file, render
 from tests.ship.stand_in import StandIn
@@ -42,7 +45,7 @@ OLDEST: Final = "1.29"
 UNKNOWN: Final = ("PodDisruptionBudget", "HorizontalPodAutoscaler")
 """Kinds that 1.20 has in older versions only."""
 WITHOUT: Final = "gateway.pdb.enabled=false,engine.pdb.enabled=false,gateway.autoscaling.enabled=false"
-TIMEOUT_S: Final = 300
+TIMEOUT_S: Final = 1200
 CUSTOM_PLURALS: Final = {
     "ServiceMonitor": "servicemonitors",
     "PrometheusRule": "prometheusrules",
@@ -287,6 +290,15 @@ def rollout(cluster: Cluster) -> None:
         say(f"rollout: every pod replaced; ready at the worst moment {worst}")
 
 
+def served(cluster: Cluster) -> None:
+    """Pods of the images that were built: a first token, and streams through an upgrade and a rollback."""
+    tagged(yaml.safe_load((CHART / "Chart.yaml").read_text())["appVersion"])
+    with old_chart() as chart, namespace(cluster, "served") as where:
+        folder = Path(tempfile.mkdtemp(prefix="penstock-served-"))
+        serve(cluster.helm, cluster.config, where, folder, chart, WITHOUT, say)
+        shutil.rmtree(folder)
+
+
 def watch(cluster: Cluster) -> None:
     """The gateway's watch of endpoints, with the rights that the chart gives."""
     server = Server.of(cluster.custom_config, cluster.config.parent)
@@ -310,9 +322,11 @@ def main() -> None:
     )
     parser.add_argument("directory", type=Path)
     parser.add_argument("--crds", type=Path, action="append", default=[], help="folder with definitions")
-    parser.add_argument("--only", choices=[*parts, "custom"], action="append")
+    parser.add_argument("--only", choices=[*parts, "custom", "served"], action="append")
     options = parser.parse_args()
     cluster = Cluster(options.directory)
+    if options.only and "served" in options.only:
+        served(cluster)
     for name, run in parts.items():
         if options.only is None or name in options.only:
             run(cluster)

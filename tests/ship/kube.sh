@@ -4,10 +4,11 @@
 #     KUBE_SERVERS   folder with ready-made servers and their `start`; without it tests/ship/kube_servers.sh builds
 #                    them into ~/.cache/penstock/kube, which takes 12 minutes of CPU
 #     KUBE_CRDS      folders with definitions of custom resources, with colons between
+#     PYTHON         what runs it; needs httpx and PyYAML
 #     KUBE_PORT      the first of seven ports on loopback
 set -euo pipefail
 cd "$(dirname "$0")/../.."
-python=$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)
+python="${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}"
 built="${XDG_CACHE_HOME:-$HOME/.cache}/penstock/kube"
 servers="${KUBE_SERVERS:-$built}"
 [ -x "$servers/start" ] || tests/ship/kube_servers.sh "$built"

@@ -3,6 +3,7 @@
 #
 #     tests/ship/run.sh            # builds what is not built yet, and checks all
 #     tests/ship/run.sh compose    # the compose part alone
+#     tests/ship/run.sh kube       # the images as pods: a first token, an upgrade and a rollback under load
 #     tests/ship/run.sh --cuda     # the engine's image for CUDA alone: 4 GB of packages, and 30 GB of disk meanwhile
 #     tests/ship/run.sh --check    # seconds: says in a line whether containers run here, and builds nothing
 #
@@ -13,6 +14,7 @@
 # SHIP_HOME   where images and the base are kept (default: /var/tmp/penstock-ship)
 # BASE        an image to build on; unset, one is made by debootstrap, which stands in for Python's own
 # PIP_FIND_LINKS   a folder with torch's wheel for CPUs, where PyTorch's index cannot be reached
+# KUBE_SERVERS   with kube: as in tests/ship/kube.sh, which else builds the servers
 # CARDS       with --cuda: the cards whose kernels are compiled, with commas between (default: the Dockerfile's)
 #
 # Not shown here: the published base image, a GPU, and the images of Grafana and Jaeger, which cannot be fetched
@@ -108,6 +110,10 @@ if [ -n "$find_links" ]; then
         --build-arg PIP_EXTRA_INDEX_URL= -v "$find_links:$find_links:ro"
 else
     build localhost/penstock-engine:dev engine/Dockerfile
+fi
+if [ "${1:-}" = kube ]; then
+    own_tools || cannot "packages of PyPI cannot be installed"
+    exec env PYTHONPATH=. PYTHON="$home/tools/bin/python" tests/ship/kube.sh --only served
 fi
 redis=$(grep -o 'docker.io/library/redis:[^ }]*' compose.yaml)
 prometheus=$(grep -o 'docker.io/prom/prometheus:[^ }]*' compose.yaml)

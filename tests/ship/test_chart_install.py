@@ -16,6 +16,7 @@ from gateway.config.whole import load
 from helm.make.boards.alerts import ALERTS
 from helm.make.boards.scope import ANY_PLACE
 from helm.make.values_schema import CHART, FORMER
+from shared.process.setting_values import ConfigError
 from shared.wire.ids import is_id
 from tests.ship.rendering import NAMESPACE, NEWEST, RELEASE, Manifest, helm, of_kind, render, template
 
@@ -190,6 +191,22 @@ def test_a_limit_that_each_gateway_would_grant_is_refused(holder: str) -> None:
     assert "would each allow all of it" not in says("gateway.replicas=1")
     assert "would each allow all of it" not in says("redis.url=redis://a:6379")
     assert "would each allow all of it" in says("gateway.replicas=1", "gateway.autoscaling.enabled=true")
+    in_memory = ("redis.url=redis://a:6379", "gateway.settings.quotas.store=memory")
+    assert "would each allow all of it" in says(*in_memory)
+
+
+def test_gateways_know_how_many_they_are_and_refuse_a_limit_from_a_secret() -> None:
+    def of(*values: str) -> dict[str, Any]:
+        return toml(render("", NEWEST, *values))
+
+    hash_ = f"sha256:{0:064}"
+    keys = {"PENSTOCK_GATEWAY_KEYS": f'[{{ id = "k", hash = "{hash_}", tenant = "default"%s }}]'}
+    secret = {name: text % ", limits = { concurrent = 1 }" for name, text in keys.items()}
+    with pytest.raises(ConfigError, match=r"keys\.k\.limits: 2 gateways cannot count it together"):
+        load(of(), secret)
+    load(of(), {name: text % "" for name, text in keys.items()})
+    load(of("--set", "gateway.replicas=1"), secret)
+    load(of("--set", "redis.url=redis://a:6379"), secret)
 
 
 # -- weights --------------------------------------------------------------------------------------

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from engine.runtime.device.shipping import MAKES
 from engine.runtime.kernels.shipped import SHIPPED, ShippedCache
+from tests.test_layering import imports
 
 ROOT = Path(__file__).parent.parent.parent
 FILES = {name: (ROOT / name / "Dockerfile").read_text() for name in ("gateway", "engine")}
@@ -80,6 +82,53 @@ def test_kernels_of_every_instruction_set_are_shipped() -> None:
     assert "python3 engine/runtime/native/build.py" in runs
     [comparing] = [rest for rest in runs if "site-packages/engine/runtime/native/lib" in rest]
     assert 'test "$(ls engine/runtime/native/lib)" = ' in comparing
+
+
+def _copied_before(text: str, command: str) -> set[str]:
+    """What a Dockerfile has copied of the context when it runs a command: an edit of that makes the layer
+    anew, and all behind it."""
+    found: set[str] = set()
+    for word, rest in instructions(text):
+        if word == "RUN" and command in rest:
+            return found
+        if word == "COPY" and "--from" not in rest:
+            found.update(rest.split()[:-1])
+    raise AssertionError(f"no layer runs {command}")
+
+
+def _needed(module: str) -> Iterator[Path]:
+    """The project's files that a module imports, and those that these import."""
+    seen: set[str] = set()
+    waiting = [module]
+    while waiting:
+        name = waiting.pop()
+        path = ROOT / name.replace(".", "/")
+        file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+        if name in seen or name.split(".")[0] not in ("engine", "shared", "gateway") or not file.is_file():
+            continue
+        seen.add(name)
+        yield file.relative_to(ROOT)
+        waiting += [*imports(file), name.rpartition(".")[0]]
+
+
+def test_an_edit_elsewhere_compiles_no_kernel_again() -> None:
+    """The layers of the kernels are made of what they are compiled from, and of what compiles them."""
+    requirements = {"shared/requirements-build.txt", "engine/requirements-${VARIANT}.txt"}
+    own = {"engine/runtime/native"}
+    assert _copied_before(FILES["engine"], "engine/runtime/native/build.py") == requirements | own
+    builder = imports(ROOT / "engine/runtime/native/build.py")
+    assert {name.split(".")[0] for name in builder} <= sys.stdlib_module_names
+    for_cards = {"engine/__init__.py", "engine/contract", "engine/runtime", "shared"}
+    shipping = "engine.runtime.device.shipping"
+    assert _copied_before(FILES["engine"], shipping) == requirements | own | for_cards
+    for file in _needed(shipping):
+        assert {str(file), *map(str, file.parents)} & for_cards, file
+
+
+def test_an_edit_of_one_service_makes_no_layer_of_the_other_anew() -> None:
+    for name, other in (("gateway", "engine"), ("engine", "gateway")):
+        copied = _copied_before(FILES[name], "shared.process.sbom")
+        assert not [source for source in copied if source.split("/")[0] == other], name
 
 
 def test_the_context_is_what_the_images_copy_from() -> None:

@@ -1,4 +1,5 @@
-"""LangChain's integration tests of chat models, langchain-tests, with its ChatOpenAI on `penstock up`."""
+"""LangChain's integration tests of chat models and of embeddings, langchain-tests, with its ChatOpenAI and
+OpenAIEmbeddings on `penstock up`."""
 
 from __future__ import annotations
 
@@ -10,8 +11,9 @@ from tests.suites.cache import environment
 from tests.suites.judging import SCRIPTS, figures_of, pytest_outcomes
 from tests.suites.serving import up
 
-SUMMARY: Final = "LangChain's integration tests of chat models"
+SUMMARY: Final = "LangChain's integration tests of chat models and of embeddings"
 PACKAGES: Final = ("langchain-tests==1.1.9", "langchain-openai==1.7.4", "openai==3.57.0", "pytest==9.2.0")
+TESTS: Final = ("langchain_chat_model.py", "langchain_embeddings.py")
 OPTIONS: Final = (
     "--config-file=/dev/null",
     "--override-ini=asyncio_mode=auto",
@@ -32,10 +34,10 @@ UP_TO_THE_MODEL: Final = {
 
 def run(cache: Path) -> list[Figure]:
     python = environment(cache, "langchain", *PACKAGES)
-    with up() as served:
+    with up(PENSTOCK_ENGINE_EMBEDDINGS="mean") as served:
         outcomes = pytest_outcomes(
             python,
-            [*OPTIONS, f"--rootdir={SCRIPTS}", f"--confcutdir={SCRIPTS}", "langchain_chat_model.py"],
+            [*OPTIONS, f"--rootdir={SCRIPTS}", f"--confcutdir={SCRIPTS}", *TESTS],
             folder=SCRIPTS,
             environment=served.environment,
             up_to_the_model=UP_TO_THE_MODEL,

@@ -19,7 +19,7 @@ from tests.suites.cache import SuiteFailed
 ROOT: Final = Path(__file__).parents[2]
 KEY: Final = "My API Key"
 """The key that the tests of OpenAI's SDK send."""
-MODEL: Final = "penstock-demo"
+MODEL: Final = "demo"
 ENDING_S: Final = 60.0
 """The time in which `penstock up` must stop once asked to, in seconds."""
 

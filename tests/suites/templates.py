@@ -1,4 +1,5 @@
-"""The chat templates that TRL ships, of most families of models, against transformers, to the letter.
+"""The chat templates that TRL and llama.cpp ship, of most families of models, against transformers, to the
+letter. llama.cpp's are as their makers published them.
 
 Every template renders every chat of `tests.suites.chats`, with and without what begins an answer, in place
 and as the process for long chats does it. A rendering counts as
@@ -50,12 +51,18 @@ from shared.text.template_input import TemplateInput
 from shared.text.template_takes import Takes
 from shared.wire.errors import InvalidRequest
 from tests.bench.figures import Figure, at_least, at_most, figure
-from tests.suites.cache import SuiteFailed, wheel
+from tests.suites.cache import SuiteFailed, sdist, wheel
 from tests.suites.chats import CHATS, Chat
 
-SUMMARY: Final = "the chat templates that TRL ships, against transformers"
+SUMMARY: Final = "the chat templates that TRL and llama.cpp ship, against transformers"
 TRL: Final = ("trl", "1.16.0", "c4726e139dd40e1a41661511c639c8a68416782b2e3e8c0befebd77bb7ba0396")
+LLAMA_CPP: Final = (
+    "llama-cpp-python",
+    "0.3.36",
+    "832db0699007f1be95a7e41ef12e88926b02ba836461e36a36372db2760c1a2e",
+)
 TEMPLATES: Final = 72
+PUBLISHED: Final = 70
 SPECIAL: Final = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
 EQUAL: Final = ("equal", "equal in the template's form", "equal once it is taken")
 KINDS: Final = (*EQUAL, "refused by both", "refused by name")
@@ -64,9 +71,12 @@ NAMED: Final = ("tools", "chat_template_kwargs.", "reasoning_effort")
 
 
 def run(cache: Path) -> list[Figure]:
+    return [*_judged("", shipped(cache), TEMPLATES), *_judged("published ", published(cache), PUBLISHED)]
+
+
+def _judged(which: str, sources: dict[str, str], expected: int) -> list[Figure]:
     counts: Counter[str] = Counter()
     in_place = 0
-    sources = shipped(cache)
     for name, source in sources.items():
         judge = Judge(source)
         in_place += judge.is_in_place
@@ -78,10 +88,10 @@ def run(cache: Path) -> list[Figure]:
                     sys.stderr.write(f"{name}, {title}, opens_answer={opens}: {kind}\n")
     different = sum(count for kind, count in counts.items() if kind not in KINDS)
     return [
-        figure("templates", len(sources), "templates", at_least(TEMPLATES)),
-        figure("templates rendered in place", in_place, "templates"),
-        *(figure(kind, counts[kind], "renderings") for kind in KINDS),
-        figure("different", different, "renderings", at_most(0)),
+        figure(f"{which}templates", len(sources), "templates", at_least(expected)),
+        figure(f"{which}templates rendered in place", in_place, "templates"),
+        *(figure(f"{which}{kind}", counts[kind], "renderings") for kind in KINDS),
+        figure(f"{which}different", different, "renderings", at_most(0)),
     ]
 
 
@@ -91,6 +101,15 @@ def shipped(cache: Path) -> dict[str, str]:
         sources = {
             Path(name).stem: files.read(name).decode() for name in files.namelist() if name.endswith(".jinja")
         }
+    if not sources:
+        raise SuiteFailed("there are no templates in it")
+    return sources
+
+
+def published(cache: Path) -> dict[str, str]:
+    """Those of llama.cpp, by their names. Raises SuiteFailed."""
+    folder = sdist(cache, *LLAMA_CPP) / "vendor/llama.cpp/models/templates"
+    sources = {path.stem: path.read_text() for path in sorted(folder.glob("*.jinja"))}
     if not sources:
         raise SuiteFailed("there are no templates in it")
     return sources

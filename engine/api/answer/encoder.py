@@ -59,7 +59,7 @@ class Repeated(Protocol):
 
     @property
     def held_len(self) -> int:
-        """Bytes that it holds until the answer's end."""
+        """The most bytes that it takes at any time, until the answer's end."""
         ...
 
 
@@ -140,6 +140,19 @@ class AnswerEncoder(Protocol):
     def whole(self, deltas: Sequence[Delta], usage: Usage) -> Iterator[bytes]:
         """The body of an answer that is not streamed, in pieces."""
         ...
+
+
+class Unstreamed:
+    """The part of an encoder that answers which are never streamed do not have."""
+
+    def opening(self, usage: Usage) -> bytes:
+        raise AssertionError("they are not streamed")
+
+    def events(self, delta: Delta) -> Iterator[bytes]:
+        raise AssertionError("they are not streamed")
+
+    def ending(self, usage: Usage) -> bytes:
+        raise AssertionError("they are not streamed")
 
 
 class Template:

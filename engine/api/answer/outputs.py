@@ -22,7 +22,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Final, NamedTuple
@@ -118,6 +118,8 @@ class ChoiceOutput:
     drafted = accepted = 0
     """The drafts of its tokens that steps verified, and those of them that were right: so many steps were
     saved."""
+    scores: Sequence[float] = ()
+    """The log-probabilities behind its prompt, where they were asked for and have come."""
     vector: bytes = b""
     """The vector of its prompt, where that was asked for and has come."""
     predicted = mispredicted = 0
@@ -425,6 +427,8 @@ class RequestOutput:
         """True if the answer is not streamed, so that its handler waits until every choice has
         finished."""
         self._room = room
+        self.on_each: Callable[[], None] = _nothing
+        """Called whenever a choice has finished."""
         self._on_end = on_end
         """Called when nothing more will come. The handler may still be waiting for its client
         then."""
@@ -471,6 +475,7 @@ class RequestOutput:
     def finish_one(self) -> None:
         """Note that a choice, whose last output was announced by `tell`, has finished."""
         self.open -= 1
+        self.on_each()
         self._wake()
         if not self.open:
             self._on_end()
@@ -490,7 +495,7 @@ class RequestOutput:
     def close(self) -> None:
         """Drop the references to the handler and to the choices. They refer to this object, and the
         cycle would keep the answer until the next full garbage collection."""
-        self._on_end = _nothing
+        self._on_end = self.on_each = _nothing
         self._news.clear()
         self.error = None
 

@@ -10,17 +10,21 @@ from msgspec import Raw, Struct
 
 from engine.api.answer.chat import ChatEncoder
 from engine.api.answer.completions import CompletionEncoder
+from engine.api.answer.decisions import DecisionsEncoder, decided
 from engine.api.answer.embeddings import EmbeddingsEncoder
 from engine.api.answer.encoder import Answered, AnswerEncoder, Heading, Repeated, Vocabulary
 from engine.api.answer.messages import MessagesEncoder
+from engine.api.answer.rerank import RerankEncoder, ranked
 from engine.api.answer.responses import ResponsesEncoder, failing_of
 from shared.apis import message_answers
 from shared.apis.chat import ChatRequest
 from shared.apis.completions import CompletionRequest
+from shared.apis.decisions import DecisionsRequest
 from shared.apis.embeddings import EmbeddingsRequest
 from shared.apis.generation import GenerationRequest
 from shared.apis.messages import MessagesRequest
 from shared.apis.models import VERSION_HEADER
+from shared.apis.rerank import RERANKING
 from shared.apis.responses.repeated import repeated
 from shared.apis.responses.request import ResponsesRequest
 from shared.wire import sse
@@ -62,6 +66,8 @@ ANSWERS: Final[Mapping[type[GenerationRequest], AnswerApi]] = {
     ResponsesRequest: AnswerApi(
         "resp_", ResponsesEncoder, opens_early=True, repeats=repeated, failing=failing_of
     ),
+    DecisionsRequest: AnswerApi("decision-", DecisionsEncoder, repeats=decided),
+    **dict.fromkeys(RERANKING, AnswerApi("rerank-", RerankEncoder, repeats=ranked)),
     EmbeddingsRequest: AnswerApi("embd-", EmbeddingsEncoder),
     MessagesRequest: AnswerApi(
         "msg_",

@@ -22,6 +22,7 @@ from typing import Annotated, Final, TypeVar
 import msgspec
 from msgspec import UNSET, Meta
 
+from engine.api.core.parts import READ_ONLY, Branches
 from engine.contract.embedders import Embedder
 from engine.contract.messages import (
     AddPrompt,
@@ -29,11 +30,13 @@ from engine.contract.messages import (
     SamplingParams,
     ServiceClass,
 )
-from engine.contract.packing import Biases
+from engine.contract.packing import TOKEN_LEN, Biases
+from engine.contract.packing import packed as packed_ids
 from shared.apis.embeddings import EmbeddingsRequest
 from shared.apis.generation import GenerationRequest
 from shared.apis.holding import TOKEN_BYTES
-from shared.apis.prompt import ChatPrompt
+from shared.apis.prompt import BranchedPrompt, ChatPrompt, TextPrompt
+from shared.text.branches import check_room
 from shared.wire.errors import ContextLengthExceeded, InvalidRequest, NeverFits
 from shared.wire.room import Room
 from shared.wire.shapes import TOKENS_MAX
@@ -50,6 +53,8 @@ ID_BYTES: Final = 8
 """Estimated bytes of a token id in a list of them."""
 LOGPROB_BYTES: Final = 75
 """Estimated bytes of one token id with its log-probability."""
+SCORE_BYTES: Final = 64
+"""Estimated bytes of a token's log-probability, and of what an answer says of it."""
 VECTOR_BYTES: Final = 256
 """Estimated bytes of what is held of a vector beside its numbers."""
 NUMBER_BYTES: Final = 4
@@ -133,6 +138,33 @@ def plan_choices(
             )
             choices.append(Choice(prompt_index, prompt_ids, sampling))
     return choices
+
+
+def plan_scores(
+    form: BranchedPrompt, shared_len: int, prompts: Sequence[list[int]], limits: Limits
+) -> list[Choice]:
+    """A sequence for each of the prompts that begin with the same `shared_len` tokens; nothing is sampled.
+    `prompts` are the ids of what each has behind these. Raises ContextLengthExceeded and NeverFits."""
+    for index, ids in enumerate(prompts):
+        check_room(limits.room, shared_len + len(ids), form.place(index))
+    return [Choice(index, ids, READ_ONLY) for index, ids in enumerate(prompts)]
+
+
+def branches_of(
+    choices: Sequence[Choice], packed: Sequence[bytes], scored: Sequence[Sequence[int]]
+) -> Branches:
+    """The prompts as the core is told of them; `packed` are their pieces, what they share first."""
+    shared, *own = packed
+    together = zip(choices, own, scored, strict=True)
+    prompts = [
+        AddPrompt(ids, 0, 0, [choice.sampling.seed], packed_ids(tokens)) for choice, ids, tokens in together
+    ]
+    return Branches(shared, prompts)
+
+
+def scores_len(prompts: Sequence[AddPrompt]) -> int:
+    """The bytes of the log-probabilities that an answer holds."""
+    return sum(ENTRY_BYTES + SCORE_BYTES * (len(one.scored) // TOKEN_LEN) for one in prompts)
 
 
 def plan_vectors(
@@ -246,7 +278,7 @@ def _repeated_len(request: GenerationRequest, prompts: Sequence[list[int]]) -> i
     tokens, length, form = sum(map(len, prompts)), 0, request.prompt_form
     if isinstance(form, ChatPrompt):
         return tokens * ID_BYTES if request.return_token_ids else 0
-    if request.echoes:
+    if request.echoes and isinstance(form, TextPrompt):
         given = [form.prompt] if isinstance(form.prompt, str) else form.prompt
         # a token may be a hundred spaces, so that a text's own length counts where it is known
         length += max(tokens * TEXT_BYTES, sum(_bytes_max(one) for one in given if isinstance(one, str)))

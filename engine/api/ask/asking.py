@@ -21,12 +21,15 @@ from engine.api.ask.admission import (
     Choice,
     Limits,
     answer_len,
+    branches_of,
     cache_salt,
     check_fields,
     out_of_vocab,
     plan_choices,
+    plan_scores,
     plan_vectors,
     prompts_of,
+    scores_len,
     service_class,
     stop_ids,
     stop_tokens,
@@ -40,18 +43,20 @@ from engine.api.ask.forms import AnswerForm
 from engine.api.ask.model import ServedModel
 from engine.api.ask.prompt_packing import pack
 from engine.api.core.client import Share
+from engine.api.core.parts import Branches
 from engine.contract.messages import AddPrompt
 from shared.apis.embeddings import EmbeddingsRequest
 from shared.apis.generation import GenerationRequest
 from shared.apis.holding import Holding, weigh, weigh_long
 from shared.apis.prediction import PREDICTION
-from shared.apis.prompt import PromptForm, TextPrompt
+from shared.apis.prompt import BranchedPrompt, PromptForm, TextPrompt
 from shared.apis.request import Request
 from shared.apis.tools import ToolMode
 from shared.apis.validation import INLINE_LEN_MAX, Parsed, parse, parse_slices
 from shared.fairness.fair_threads import Slices
 from shared.process.clock import Clock
-from shared.text.prompts import prompt_slices, text_slices
+from shared.text.branches import pieces_of, scored_tokens
+from shared.text.prompts import text_slices
 from shared.wire.errors import ApiError, QueueTimeout, RequestTimeout
 from shared.wire.ids import (
     FIRST_TOKEN_TIMEOUT_HEADER,
@@ -64,9 +69,6 @@ from shared.wire.request_body import check_page
 from shared.wire.shapes import BODY_LEN_MAX
 from shared.wire.timeouts import stated_timeout_ms, stated_timeout_s
 
-REPEATED_COPIES: Final = 5
-"""The copies of what an answer repeats of its request: as it is held, and in the two events that open a
-stream, before and after they are put together."""
 _AT_ONCE: Final = 0.0
 """A time of any loop's that has passed."""
 T = TypeVar("T")
@@ -169,6 +171,8 @@ class CheckedRequest:
     share: Share
     choices: Sequence[Choice]
     prompts: list[AddPrompt]
+    branches: Branches | None
+    """Its prompts, where they begin alike. None where nothing is known of that."""
     echoes: Sequence[Echo] | None
     repeated: Repeated | None
     """The fields of the request that the answer repeats. None where it repeats nothing."""
@@ -219,13 +223,12 @@ async def ask(
         prompt = request.prompt_form
         prompts, packed = await _prompt_ids(state, tenant, model, request, prompt, limits)
         stops = stop_ids(request, model.eos_ids, model.special_ids)
-        choices = _choices(request, prompts, limits, stops, model)
+        choices, branches = _planned(model, request, prompt, prompts, packed, limits, stops)
         echoes = await _echoes(state, tenant, model, request, prompt, prompts)
         prediction = await _prediction(state, tenant, model, request, limits)
     form = await state.forms.of(model, exchange, parsed, prompt, prompts[0])
     api = ANSWERS[type(request)]
     repeated = None if api.repeats is None else api.repeats(request, parsed.fields)
-    repeated_len = 0 if repeated is None else REPEATED_COPIES * repeated.held_len
     return CheckedRequest(
         api=api,
         model=request.model,
@@ -244,31 +247,48 @@ async def ask(
         is_cut_by_context=choices[0].sampling.max_tokens < (request.output_tokens_max or 0),
         share=_share(exchange, request),
         choices=choices,
-        prompts=prompts_of(choices, packed, request.n or 1),
+        prompts=[] if branches is not None else prompts_of(choices, packed, request.n or 1),
+        branches=branches,
         echoes=echoes,
         repeated=repeated,
         in_base64=isinstance(request, EmbeddingsRequest) and request.encoding_format == "base64",
         prediction=prediction,
-        answer_len=_held_len(request, choices) + form.held_len + repeated_len + len(prediction or b""),
+        answer_len=_held_len(request, choices, branches, repeated) + form.held_len + len(prediction or b""),
     )
 
 
-def _choices(
+def _planned(
+    model: ServedModel,
     request: GenerationRequest,
-    prompts: list[list[int]],
+    prompt: PromptForm,
+    pieces: list[list[int]],
+    packed: list[bytes],
     limits: Limits,
     stops: frozenset[int],
-    model: ServedModel,
-) -> list[Choice]:
-    """The sequences of a request. Raises what `plan_choices` does."""
+) -> tuple[list[Choice], Branches | None]:
+    """The sequences of a request; where its prompts begin alike, these too. Raises what `plan_choices`,
+    `plan_scores` and `plan_vectors` do."""
+    if isinstance(prompt, BranchedPrompt):
+        shared, *own = pieces
+        choices = plan_scores(prompt, len(shared), own, limits)
+        return choices, branches_of(choices, packed, scored_tokens(model.tokenizer, prompt))
     if isinstance(request, EmbeddingsRequest):
         assert model.embedder is not None
-        return plan_vectors(request, prompts, limits, model.embedder)
-    return plan_choices(request, prompts, limits, stops, model.sampling)
+        return plan_vectors(request, pieces, limits, model.embedder), None
+    return plan_choices(request, pieces, limits, stops, model.sampling), None
 
 
-def _held_len(request: GenerationRequest, choices: Sequence[Choice]) -> int:
-    return answer_len(request, choices) if request.answers else vectors_len(choices)
+def _held_len(
+    request: GenerationRequest,
+    choices: Sequence[Choice],
+    branches: Branches | None,
+    repeated: Repeated | None,
+) -> int:
+    """The bytes that an answer holds, but for its form's."""
+    repeated_len = 0 if repeated is None else repeated.held_len
+    if branches is not None:
+        return repeated_len + scores_len(branches.prompts)
+    return repeated_len + (answer_len(request, choices) if request.answers else vectors_len(choices))
 
 
 async def _prompt_ids(
@@ -279,20 +299,25 @@ async def _prompt_ids(
     prompt: PromptForm,
     limits: Limits,
 ) -> tuple[list[list[int]], list[bytes]]:
-    """The token ids of each prompt, and the same packed: the gateway's where they can be trusted, else made
-    here. Raises InvalidRequest, and what `CoreClient.check_room` raises."""
+    """The token ids of each prompt, or of each piece of prompts that begin alike, and the same packed: the
+    gateway's where they can be trusted, else made here. Raises InvalidRequest, and what
+    `CoreClient.check_room` raises."""
 
     async def make() -> list[list[int]]:
-        return await state.threads.run(tenant, prompt_slices(model.tokenizer, prompt, limits.room))
+        return await state.threads.run(tenant, pieces_of(model.tokenizer, prompt, limits.room))
 
     trusted = trusted_ids(request, model.tokenizer.hash, prompt.count())
+    if trusted is not None and isinstance(prompt, BranchedPrompt) and prompt.is_cut:
+        longest = len(trusted[0]) + max(map(len, trusted[1:]))  # the gateway may not have known the room
+        trusted = trusted if longest <= limits.room.prompt_most else None
     if isinstance(prompt, TextPrompt) and prompt.cut is not None:
         most = limits.room.prompt_most  # the gateway may not have known it
         trusted = None if trusted is None or max(map(len, trusted)) > most else trusted
     ids = await make() if trusted is None else trusted
     n = request.n or 1
     # a request that finds no room costs nothing more
-    state.core.check_room(tenant, n * len(ids), n * sum(map(len, ids)))
+    if not isinstance(prompt, BranchedPrompt):
+        state.core.check_room(tenant, n * len(ids), n * sum(map(len, ids)))
     packed = await pack(ids, limits.vocab_size, state.threads, tenant)
     if packed is None and trusted is not None:
         ids = await make()

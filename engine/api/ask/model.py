@@ -10,7 +10,9 @@ from typing import Any, TypeVar
 import msgspec
 
 from engine.api.ask.admission import SamplingDefaults
+from engine.api.ask.rerankers import RerankerSetting, reranker_of
 from engine.api.formats.format import AnswerFormat
+from engine.api.formats.machine import AnswerMachine
 from engine.api.formats.reading import AUTO, read_format
 from engine.api.formats.response_template import BadFormat
 from engine.config import ModelTokens
@@ -67,6 +69,8 @@ class ServedModel:
     """The format of the model's answers. None where it is not known."""
     vocabulary: Vocabulary | None = None
     """The tokens as grammars know them. None where llguidance cannot read them, or no answer ends."""
+    decides: bool = False
+    """True if it decides questions about an input."""
     embedder: Embedder | None = None
     """How the model makes vectors of texts. None where it makes none."""
 
@@ -78,6 +82,8 @@ class ServedModel:
             reasoning=format_ is not None and format_.reasoning is not None,
             structured_output=self.vocabulary is not None,
             effort=EFFORT in self.tokenizer.bundle.template_arguments,
+            reranking=self.tokenizer.reranking is not None,
+            decisions=self.decides,
             embeddings=self.embedder is not None,
             generation=self.embedder is None or self.embedder.generates,
         )
@@ -115,30 +121,24 @@ def load_model(
     answer_format: str = AUTO,
     embeddings: EmbeddingsSetting = "auto",
     embedding_dimensions: str | None = None,
+    reranker: RerankerSetting = "auto",
 ) -> ServedModel:
     """Read the directory's tokenizer and configuration. Blocks for as long as that takes. What concerns the
-    template is for `TokenizerBundle.of`, the defaults as JSON; `answer_format` is for `read_format`, and what
-    concerns embeddings for `read_embedder`.
+    template is for `TokenizerBundle.of`, the defaults as JSON; `answer_format` is for `read_format`, what
+    concerns embeddings for `read_embedder`, and `reranker` for `reranker_of`.
 
     Raises UnusableTokenizer and UnusableModel.
     """
     _check_files(directory)
     files = read_files(directory)
     defaults_given = msgspec.json.decode(template_defaults or "{}", type=dict[str, Any])
-    tokenizer = Tokenizer(TokenizerBundle.of(files, template_arguments, defaults_given))
-    _tell_of_reasoning(tokenizer.bundle)
-    try:
-        tokenizer.probe()
-        _warm_up(tokenizer)
-    except TokenizerFailed as error:
-        raise UnusableModel(f"the tokenizer of {directory} cannot be used: {error.detail}") from error
+    bundle = TokenizerBundle.of(
+        files, template_arguments, defaults_given, _reranker(directory, reranker, files)
+    )
+    tokenizer = _probed(directory, bundle)
     defaults = read_generation_defaults(directory, tokenizer.vocab_size)
-    for file, unread in ((TOKENIZER_CONFIG, files.unread), (GENERATION_CONFIG, defaults.unread)):
-        if unread:
-            log.warning("engine.keys_ignored", file=file, names=unread)
     eos_ids = _all_ends(defaults, tokenizer)
-    if not eos_ids:
-        log.warning("engine.no_end_token", reason="no file of the model names one: answers end by max_tokens")
+    _tell_of_files(files, defaults, eos_ids, tokenizer.bundle)
     model = ServedModel(
         name=name,
         created=created,
@@ -155,14 +155,57 @@ def load_model(
         vocab_size=defaults.vocab_size,
         embedder=_embedder(directory, embeddings, embedding_dimensions),
     )
+    model = replace(model, decides=model.capabilities.generation and _decides(model))
     may_follow = eos_ids and model.capabilities.generation
     return replace(model, vocabulary=_vocabulary(model.tokens)) if may_follow else model
+
+
+def _tell_of_files(
+    files: TokenizerFiles, defaults: GenerationDefaults, eos_ids: frozenset[int], bundle: TokenizerBundle
+) -> None:
+    """Log what is not read in the model's files, and what they lack."""
+    _tell_of_reasoning(bundle)
+    for file, unread in ((TOKENIZER_CONFIG, files.unread), (GENERATION_CONFIG, defaults.unread)):
+        if unread:
+            log.warning("engine.keys_ignored", file=file, names=unread)
+    if not eos_ids:
+        log.warning("engine.no_end_token", reason="no file of the model names one: answers end by max_tokens")
+
+
+def _probed(directory: Path, bundle: TokenizerBundle) -> Tokenizer:
+    """The tokenizer, which has been used. Raises UnusableTokenizer and UnusableModel."""
+    tokenizer = Tokenizer(bundle)
+    try:
+        tokenizer.probe()
+        _warm_up(tokenizer)
+    except TokenizerFailed as error:
+        raise UnusableModel(f"the tokenizer of {directory} cannot be used: {error.detail}") from error
+    return tokenizer
 
 
 def _embedder(directory: Path, setting: EmbeddingsSetting, cuts: str | None) -> Embedder | None:
     """How the model makes vectors of texts. Raises UnusableModel."""
     try:
         return read_embedder(directory, setting, cuts)
+    except BadModelFile as error:
+        raise UnusableModel(f"{directory}: {error}") from error
+
+
+def _decides(model: ServedModel) -> bool:
+    """True if the token behind a question is the answer to it."""
+    deciding, format_ = model.tokenizer.deciding, model.answer_format
+    if deciding is None:
+        return False
+    if format_ is not None and AnswerMachine(format_, deciding.behind, tools=None).is_reasoning:
+        log.info("engine.decides_nothing", reason="the chat template opens the model's reasoning")
+        return False
+    return all(token < model.vocab_size for labels in deciding.labels.values() for token in labels.ids)
+
+
+def _reranker(directory: Path, setting: RerankerSetting, files: TokenizerFiles) -> str | None:
+    """The format in which the model ranks documents. Raises UnusableModel."""
+    try:
+        return reranker_of(directory, setting, files)
     except BadModelFile as error:
         raise UnusableModel(f"{directory}: {error}") from error
 

@@ -33,7 +33,7 @@ from typing import Final, Protocol
 
 import msgspec
 
-from engine.api.answer.outputs import ChoiceOutput
+from engine.api.answer.outputs import ChoiceOutput, RequestOutput
 from engine.api.core.queue import RETRY_AFTER_S_MIN, CoreQueue
 from engine.api.told.metrics import EngineMetrics
 from engine.api.told.steps import StepRing
@@ -122,6 +122,15 @@ class CoreLink(Protocol):
         ...
 
 
+class Parked(Protocol):
+    """A part of a request that waits for room in the queue."""
+
+    @property
+    def output(self) -> RequestOutput: ...
+
+    def more(self) -> None: ...
+
+
 class CoreClient:
     def __init__(
         self,
@@ -142,6 +151,8 @@ class CoreClient:
         self._handles = itertools.count(1)
         self._live: dict[int, ChoiceOutput] = {}
         self._paused: set[int] = set()
+        self._parked: dict[Parked, None] = {}
+        """Those that wait for room in the queue, in their order."""
         self._is_stopping = False
         self._refusal: ApiError | None = None
         """The error for every new request; None while requests are taken."""
@@ -187,15 +198,18 @@ class CoreClient:
         bearer: int = 0,
         grammar: str = "",
         prediction: bytes = b"",
+        shared: bytes = b"",
     ) -> list[int]:
         """Queue a request's sequences, all or none, whose first token is of use for `first_token_s` seconds:
         that of the sequence at `bearer` has to come by then. `sampling` is the first sequence's; each follows
-        `grammar`, and is expected to answer as `prediction` has it. Returns their handles.
+        `grammar`, and is expected to answer as `prediction` has it. All prompts begin with the ids `shared`,
+        packed. Returns their handles.
 
         Raises NotReady, EngineFailed, and Overloaded when the queue is full, or when a tenant has filled
         its part of it.
         """
-        lens = [len(prompt.ids) // TOKEN_LEN for prompt in prompts for _ in prompt.seeds]
+        shared_len = len(shared)
+        lens = [(shared_len + len(prompt.ids)) // TOKEN_LEN for prompt in prompts for _ in prompt.seeds]
         self.check_room(share.tenant, len(lens), sum(lens))
         self.stirred.set()
         handles = list(islice(self._handles, len(lens)))
@@ -215,6 +229,7 @@ class CoreClient:
                 grammar,
                 share.has_next_turn,
                 prediction,
+                shared,
             )
         )
         return handles
@@ -227,6 +242,21 @@ class CoreClient:
         if self.info is None:
             raise NotReady(engine_words.STARTING, retry_after_s=RETRY_AFTER_S_MIN)
         self._queue.check_room(tenant, sequences, tokens)
+
+    def await_room(self, parked: Parked) -> None:
+        """Call `parked.more` once there may be more room, unless `forget` comes before. A core that fails
+        fails its request."""
+        self._parked[parked] = None
+
+    def forget(self, parked: Parked) -> None:
+        self._parked.pop(parked, None)
+
+    def _unpark(self) -> None:
+        if not self._parked:
+            return
+        waiting, self._parked = self._parked, {}
+        for parked in waiting:
+            parked.more()
 
     def check_answers(self) -> None:
         """Raise NotReady while the core hangs."""
@@ -283,8 +313,9 @@ class CoreClient:
 
     def _fail_open(self, begun: ApiError, unbegun: ApiError) -> None:
         """End every open request: with `begun` where the core has begun any of it, else with `unbegun`."""
-        for output in self._live.values():
-            output.output.fail(begun if output.output.has_begun else unbegun)
+        parked, self._parked = self._parked, {}
+        for output in (*(live.output for live in self._live.values()), *(one.output for one in parked)):
+            output.fail(begun if output.has_begun else unbegun)
 
     def _forget(self, handle: int) -> None:
         self._queue.leave(handle)
@@ -472,6 +503,7 @@ class CoreClient:
         self._metrics.count_uncharged(late=late_tokens, preempted=again_tokens)
         if drafted:
             self._metrics.count_drafts(drafted, accepted, charged)
+        self._unpark()
 
     def _predicted(self, step: StepOutput) -> list[tuple[ChoiceOutput, int, int, int]]:
         """The outputs whose callers' predictions the step tried, the tokens that each has before it, and how
@@ -498,6 +530,9 @@ class CoreClient:
         for handle, prompt_logprobs in step.prompt_logprobs:
             if (output := live.get(handle)) is not None:
                 output.prompt_logprobs += prompt_logprobs
+        for handle, scores in step.scores:
+            if (output := live.get(handle)) is not None:
+                output.scores = scores
         for handle, vector in step.vectors:
             if (output := live.get(handle)) is not None:
                 output.vector = vector

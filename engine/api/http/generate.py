@@ -43,6 +43,8 @@ from engine.api.ask.admission import text_len
 from engine.api.ask.asking import CheckedRequest, Deadlines, ask
 from engine.api.ask.engine_state import EngineState
 from engine.api.ask.model import ServedModel
+from engine.api.core.client import Share
+from engine.api.core.parts import Branches, Parts
 from engine.api.told.vllm_metrics import EndedSequence
 from shared.apis.generation import CompletionTokensDetails, GenerationRequest, PromptTokensDetails, Usage
 from shared.apis.holding import Holding
@@ -75,6 +77,8 @@ async def generate(state: EngineState, exchange: EngineExchange, kind: type[Gene
         holding.hold(asked.answer_len)
         exchange.stage = "queue"
         prompt_lens = [len(choice.prompt_ids) for choice in asked.choices]
+        if asked.branches is not None:
+            prompt_lens = asked.branches.lens(0, 1)
         state.core.check_room(exchange.tenant, len(prompt_lens), sum(prompt_lens))
         generation = Generation(state, exchange, asked, model, deadlines, holding)
         del asked  # frees the prompts, which the core has once they are submitted
@@ -100,6 +104,10 @@ class Generation:
     """True if no event was written since the keep-alives' timer went off last."""
     _predicts: bool
     """True if the caller predicts its answers."""
+    _shared_len: int
+    """The tokens with which all prompts begin, where that is known."""
+    _parts: Parts | None
+    """What sends the prompts, where they begin alike."""
     _beats: Timer | None = None
     """That timer. None where the stream has none."""
 
@@ -121,6 +129,7 @@ class Generation:
         self._is_open = not asked.api.opens_early
         self._n, self._share = asked.n, asked.share
         self._prompts, self._sampling = asked.prompts, asked.choices[0].sampling
+        self._shared_len = 0 if asked.branches is None else asked.branches.shared_len
         self._grammar, self._grammar_kind = asked.form.grammar, asked.form.kind
         self._prediction, self._predicts = asked.prediction or b"", asked.prediction is not None
         reading = asked.form.reading
@@ -134,21 +143,12 @@ class Generation:
         """The choice whose first token has a deadline, that of the request: of those with the shortest prompt
         the first one, which begins before the others, as things stand."""
         self._tokens_max = [choice.sampling.max_tokens for choice in asked.choices]
-        room = None
-        if asked.keeps_text:
-            copies = STREAM_COPIES if asked.streams else 1
-            room = TextRoom(holding, asked.answer_len, text_len(asked.choices), copies)
-        self._output = RequestOutput(
-            len(asked.choices),
-            whole=not asked.streams,
-            tells_begin=asked.streams and asked.api.opens_early,
-            on_end=self._on_end,
-            room=room,
-        )
+        self._output = self._request_output(asked, holding)
         self._stops = StopStrings(asked.stop_strings) if asked.stop_strings else None
         self._no_text = Detokenizer(model.tokenizer.decode_stream([]))
         """That of sequences of which nothing is sampled, however many."""
         self._outputs = [self._choice_output(asked, model, index) for index in range(len(asked.choices))]
+        self._parts = None if asked.branches is None else self._parts_of(asked.branches, asked.share)
         self._encoder = self._make_encoder(asked, model)
         if asked.api.failing is not None:
             exchange.failing = asked.api.failing(self._encoder)
@@ -162,27 +162,25 @@ class Generation:
             output.submitted_at = submitted_at
         try:
             with self._deadlines.watch(self._expire, self._is_waiting):
-                prompts, self._prompts = self._prompts, []
-                grammar, self._grammar = self._grammar, ""
-                prediction, self._prediction = self._prediction, b""
-                self._handles = self._state.core.submit(
-                    self._exchange.request_id,
-                    prompts,
-                    self._sampling,
-                    self._outputs,
-                    self._share,
-                    self._deadlines.first_token_left_s,
-                    self._bearer,
-                    grammar,
-                    prediction,
-                )
-                del prompts, grammar, prediction
+                self._submit()
                 self._exchange.tally = self._tally(submitted_at)
                 if not self._streams:
                     self._exchange.tell_load()
                 await (self._stream() if self._streams else self._respond())
         finally:
             await self._end()
+
+    def _submit(self) -> None:
+        first_token_s = self._deadlines.first_token_left_s
+        if (parts := self._parts) is not None:
+            self._handles = parts.handles
+            parts.start(first_token_s)
+            return
+        prompts, self._prompts = self._prompts, []
+        grammar, self._grammar = self._grammar, ""
+        prediction, self._prediction = self._prediction, b""
+        asked = self._exchange.request_id, prompts, self._sampling, self._outputs, self._share
+        self._handles = self._state.core.submit(*asked, first_token_s, self._bearer, grammar, prediction)
 
     def abort(self) -> None:
         """End the request, as `DELETE /v1/requests/{id}` asks."""
@@ -328,6 +326,8 @@ class Generation:
         core, exchange, output = self._state.core, self._exchange, self._output
         if self._beats is not None:
             self._beats.cancel()
+        if self._parts is not None:
+            self._parts.close()
         try:
             if self._handles and not self._is_settled:
                 exchange.fate = exchange.fate or output.error
@@ -402,7 +402,7 @@ class Generation:
         ended = "stop" if output.finish_reason == "tool_calls" else output.finish_reason
         return EndedSequence(
             reason=ended or ("abort" if is_abort else "error"),
-            prompt_len=self._prompt_lens[index // self._n],
+            prompt_len=self._shared_len + self._prompt_lens[index // self._n],
             tokens=output.completion_tokens,
             tokens_max=self._tokens_max[index],
             queue_s=timing.queue_s,
@@ -419,7 +419,7 @@ class Generation:
             sequences=len(self._outputs),
             prompt_tokens=self._prompt_tokens(),
             completion_tokens=mispredicted + sum(output.completion_tokens for output in self._outputs),
-            cached_tokens=sum(output.cached_len for output in self._outputs[:: self._n]),
+            cached_tokens=self._cached_tokens(),
             host_tokens=sum(output.host_len for output in self._outputs[:: self._n]),
             disk_tokens=sum(output.disk_len for output in self._outputs[:: self._n]),
             reasoning_tokens=sum(output.reasoning_tokens for output in self._outputs) if self._reads else 0,
@@ -440,15 +440,30 @@ class Generation:
         """The number of prompt tokens that count as computed. A prompt counts once, however many
         choices it has, and only when one of them has begun."""
         n, outputs = self._n, self._outputs
-        return sum(
+        shared_len = self._shared_len if any(output.has_begun for output in outputs) else 0
+        return shared_len + sum(
             length
             for i, length in enumerate(self._prompt_lens)
             if any(output.has_begun for output in outputs[i * n : (i + 1) * n])
         )
 
+    def _cached_tokens(self) -> int:
+        """The number of these tokens that were found in the prefix cache. Those with which all prompts begin
+        count as the sequence had them that found the fewest: it computed the others for all."""
+        shared_len, outputs = self._shared_len, self._outputs[:: self._n]
+        if not shared_len:
+            return sum(output.cached_len for output in outputs)
+        lens = [output.cached_len for output in outputs if output.has_begun]
+        behind = sum(max(0, length - shared_len) for length in lens)
+        return min([shared_len, *lens]) + behind if lens else 0
+
     def _prompt_tokens_again(self) -> int:
-        """The number of prompt tokens that choices computed beside the one of each prompt that is charged for
-        them. All but the last could have been found in the prefix cache."""
+        """The number of prompt tokens that sequences computed beside the one that is charged for them: those
+        of a prompt with several choices, and those with which several prompts begin. All but the last of a
+        prompt could have been found in the prefix cache."""
+        if shared_len := self._shared_len:
+            again = [max(0, shared_len - output.cached_len) for output in self._outputs if output.has_begun]
+            return sum(again) - max(again, default=0)
         lacking = [
             [
                 length - 1 - output.cached_len
@@ -477,10 +492,22 @@ class Generation:
 
     # -- making -----------------------------------------------------------------------------------
 
+    def _request_output(self, asked: CheckedRequest, holding: Holding) -> RequestOutput:
+        room, copies = None, STREAM_COPIES if asked.streams else 1
+        if asked.keeps_text:
+            room = TextRoom(holding, asked.answer_len, text_len(asked.choices), copies)
+        return RequestOutput(
+            len(asked.choices),
+            whole=not asked.streams,
+            tells_begin=asked.streams and asked.api.opens_early,
+            on_end=self._on_end,
+            room=room,
+        )
+
     def _choice_output(self, asked: CheckedRequest, model: ServedModel, index: int) -> ChoiceOutput:
         choice, core = asked.choices[index], self._state.core
         reading, min_tokens = asked.form.reading, choice.sampling.min_tokens
-        if choice.sampling.vector_len:
+        if choice.sampling.vector_len or asked.branches is not None:
             detokenizer = self._no_text
         elif reading is None:
             decoder = model.tokenizer.decode_stream(choice.prompt_ids)
@@ -497,9 +524,18 @@ class Generation:
             tells_calls=reading is not None and reading.tells_calls,
             submitted_at=self._state.clock.monotonic(),
             steps=core.steps,
-            prompt_len=len(choice.prompt_ids),
+            prompt_len=self._shared_len + len(choice.prompt_ids),
             service_class=asked.share.service_class,
         )
+
+    def _parts_of(self, branches: Branches, share: Share) -> Parts:
+        core, config = self._state.core, self._state.config
+        assert core.info is not None
+        goes_ahead = config.prefix_cache and branches.shared_len >= core.info.page_size
+        asked = core, self._exchange.request_id, branches, self._outputs, self._output, share
+        parts = Parts(*asked, goes_ahead=goes_ahead)
+        self._output.on_each = parts.ended
+        return parts
 
     def _make_encoder(self, asked: CheckedRequest, model: ServedModel) -> AnswerEncoder:
         heading = Heading(

@@ -132,6 +132,7 @@ class Engine:
                 answer_format=config.answer_format,
                 embeddings=config.embeddings,
                 embedding_dimensions=config.embedding_dimensions,
+                reranker=config.reranker,
             )
         except (UnusableTokenizer, UnusableModel) as error:
             raise StartFailed(str(error)) from error
@@ -268,12 +269,14 @@ async def _in_daemon_thread(work: Callable[[], Path]) -> Path:
     return await asyncio.wrap_future(done)
 
 
-async def serve(config: EngineConfig, resolve: Resolve, make_link: MakeLink) -> ExitCode:
-    """Run the engine until a stop signal; a second one ends the drain."""
+async def serve(
+    config: EngineConfig, resolve: Resolve, make_link: MakeLink, tell: Callable[[str], None] = lambda _: None
+) -> ExitCode:
+    """Run the engine until a stop signal; a second one ends the drain. `tell` hears why it does not start."""
     try:
         engine = Engine(config, resolve, make_link)
     except StartFailed as error:
-        log.error("engine.start_failed", reason=str(error))
+        _start_failed(error, tell)
         return ExitCode.FAILED
     stop, hurry = asyncio.Event(), asyncio.Event()
     on_stop_signals(lambda _: (hurry if stop.is_set() else stop).set())
@@ -289,7 +292,7 @@ async def serve(config: EngineConfig, resolve: Resolve, make_link: MakeLink) -> 
             await engine.serve_until(stop)
         is_clean = await engine.drain(hurry)
     except (StartFailed, OSError) as error:
-        log.error("engine.start_failed", reason=str(error))
+        _start_failed(error, tell)
         return ExitCode.FAILED
     finally:
         start.cancel()
@@ -297,6 +300,11 @@ async def serve(config: EngineConfig, resolve: Resolve, make_link: MakeLink) -> 
     if engine.state.lifecycle.phase is Phase.FAILED:
         return ExitCode.CORE_DIED
     return ExitCode.CLEAN if is_clean else ExitCode.DRAIN_CUT
+
+
+def _start_failed(error: Exception, tell: Callable[[str], None]) -> None:
+    log.error("engine.start_failed", reason=str(error))
+    tell(str(error))
 
 
 async def _idle(state: EngineState, timeout_s: float, hurry: asyncio.Event | None) -> bool:

@@ -11,27 +11,35 @@ what they bring: as each row's bring less and less, the result has the most toke
 It is never less than without drafts, as far as p and the cost are right: a large batch, in which a row costs
 about what it brings, has few drafts, or none.
 
-What a grammar forces is doubted less, or not at all (`Why`). The chance of any other is estimated from what
-came of a sequence's drafts before (`Acceptance`), apart for matches of different lengths, since what follows
-a long one is right more often. An estimate begins as `PRIORS` say, with the weight of `PRIOR_DRAFTS`, and
-forgets: the last fifty steps with drafts decide. One so low that no draft pays would never be told better. So
-after `PROBE_AFTER` offers of which none was taken a single draft is tried, whatever it costs, and if that is
-wrong the next one after `PROBE_MORE` times as many."""
+*Padding.* A step that a graph is captured for takes the time of the graph's tokens, which are those of the
+step or more. So where there are such shapes, of all counts of drafts, in the same order, the one is chosen
+that has the most tokens per second, each at the time of the shape that it is padded to: a shape is filled
+before the next is begun, and the next is begun for what would fill it (`lengths_by_shape`).
+
+*Chances.* What a grammar forces is doubted less, or not at all (`Why`). The chance of any other is estimated
+from what came of a sequence's drafts before (`Acceptance`), apart for matches of different lengths, since
+what follows a long one is right more often. An estimate begins as `PRIORS` say, with the weight of
+`PRIOR_DRAFTS`, and forgets: the last fifty steps with drafts decide. One so low that no draft pays would
+never be told better. So after `PROBE_AFTER` offers of which none was taken a single draft is tried, whatever
+it costs, and if that is wrong the next one after `PROBE_MORE` times as many."""
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from enum import IntEnum
-from heapq import heapify, heapreplace
+from heapq import heapify, heappop, heapreplace
 from typing import Final, NamedTuple
 
 MATCHED: Final = (2, 4, 8)
 """The least lengths of matches that are told apart."""
-PRIORS: Final = (0.35, 0.6, 0.85, 0.98, 0.5, 0.75, 0.9)
+PRIORS: Final = (0.35, 0.6, 0.85, 0.98, 0.5, 0.75, 0.9, 0.7)
 FORCED: Final = 3
 """The kind of tokens that a grammar forces."""
 PREDICTED: Final = 4
 """The first kind of tokens that the caller predicts: of the shortest match."""
+GUESSED: Final = 7
+"""The kind of tokens that the model's MTP layer guesses."""
 PRIOR_DRAFTS: Final = 2.0
 FORGETTING: Final = 0.98
 """The weight of a step's drafts beside that of the next one's."""
@@ -119,6 +127,11 @@ class Offer(NamedTuple):
         return self.chances[at] if self.chances else self.chance
 
 
+def tokens_of(chance: float, length: int) -> float:
+    """The tokens that so many drafts of a row bring."""
+    return chance * (1.0 - chance**length) / (1.0 - chance)
+
+
 def lengths_that_pay(
     offers: Sequence[Offer], rows: int, step_s: float, spare_s: float, spare: int
 ) -> list[int]:
@@ -140,7 +153,41 @@ def lengths_that_pay(
         tokens, step_s = tokens + brings, step_s + offer.draft_s
         brings *= offer.chance_of(taken[at])
         heapreplace(heap, (-brings / offer.draft_s, at, brings))
-    for at, offer in enumerate(offers):
-        if offer.is_probe and not taken[at] and spare and step_s + offer.draft_s <= until_s:
-            taken[at], spare, step_s = 1, spare - 1, step_s + offer.draft_s
+    _probe(offers, taken, spare, until_s - step_s)
     return taken
+
+
+def lengths_by_shape(
+    offers: Sequence[Offer], rows: int, step_s: float, spare_s: float, spare: int, shapes: Sequence[int]
+) -> list[int]:
+    """`lengths_that_pay` where a step is padded to one of these numbers of tokens, ascending; beyond the last
+    it is not padded."""
+    taken, best = [0] * len(offers), [0] * len(offers)
+    heap = [(-each.chance_of(0), at) for at, each in enumerate(offers) if each.most > 0]
+    heapify(heap)
+    padding_s = min((each.draft_s for each in offers), default=0.0)
+    tokens, seconds, count, spent_s = float(rows), step_s, 0, 0.0
+    rate = rows / step_s if step_s else 0.0
+    while heap and count < spare:
+        brings, at = heap[0]
+        offer = offers[at]
+        taken[at] += 1
+        count, tokens, seconds = count + 1, tokens - brings, seconds + offer.draft_s
+        place = bisect_left(shapes, rows + count)
+        padding = shapes[place] - rows - count if place < len(shapes) else 0
+        padded_s = seconds + padding * padding_s
+        if padded_s <= step_s + spare_s and tokens > rate * padded_s:
+            rate, best, spent_s = tokens / padded_s, taken.copy(), padded_s - step_s
+        if taken[at] < offer.most:
+            heapreplace(heap, (brings * offer.chance_of(taken[at]), at))
+        else:
+            heappop(heap)
+    _probe(offers, best, spare - sum(best), spare_s - spent_s)
+    return best
+
+
+def _probe(offers: Sequence[Offer], taken: list[int], spare: int, spare_s: float) -> None:
+    """Take a single draft of those that are to be tried, as far as there is room and time."""
+    for at, offer in enumerate(offers):
+        if offer.is_probe and not taken[at] and spare and offer.draft_s <= spare_s:
+            taken[at], spare, spare_s = 1, spare - 1, spare_s - offer.draft_s

@@ -160,6 +160,8 @@ class Work:
     list of the likeliest beside it."""
     seats: int = 0
     """Sequences that were admitted."""
+    guess_s: float = 0.0
+    """The time that guesses of drafts take, which is known."""
     drafts: int = 0
     """Tokens that decode rows verify beside their own. Their pairs are among `pairs`."""
 
@@ -171,6 +173,7 @@ class Work:
         copied_pages: int = 0,
         scored_tokens: int = 0,
         seats: int = 0,
+        guess_s: float = 0.0,
     ) -> Work:
         """The work of rows of which row i computes `lengths[i]` tokens from `positions[i]` on; a row of one
         token counts as a decode."""
@@ -183,6 +186,7 @@ class Work:
             copied_pages=copied_pages,
             scored_tokens=scored_tokens,
             seats=seats,
+            guess_s=guess_s,
         )
 
     def verifying(self, positions: Sequence[int], drafts: Sequence[Sequence[int]]) -> Work:
@@ -224,7 +228,7 @@ class StepCost:
         rows_s = self.token_s * work.prompt_tokens + self.row_s * (work.decode_rows + work.drafts)
         attention_s = self.pair_s * work.pairs + self.context_s * work.context_tokens
         extra_s = self.page_s * work.copied_pages + self.score_s * work.scored_tokens
-        return self.fixed_s + rows_s + attention_s + extra_s + self.seat_s * work.seats
+        return self.fixed_s + rows_s + attention_s + extra_s + self.seat_s * work.seats + work.guess_s
 
     def service_s(self, prompt_len: int) -> float:
         """The time that `prompt_len` tokens of a prompt would take alone, in seconds; above zero."""
@@ -361,7 +365,8 @@ class CostLearner:
             self._slowdowns = FORGETTING * self._slowdowns + seconds / measured_s
             self._slowdowns_weight = FORGETTING * self._slowdowns_weight + 1.0
         self._weight /= FORGETTING
-        share = max(0.0, 1.0 - self._cost.page_s * work.copied_pages / seconds)
+        known_s = self._cost.page_s * work.copied_pages + work.guess_s
+        share = max(0.0, 1.0 - known_s / seconds)
         _add(self._equations, work, seconds, self._weight, share)
         self._unsolved += 1
         if self._unsolved == UNSOLVED_MAX:

@@ -72,6 +72,10 @@ class PlanBuilder:
     """The drafts of rows that verify, which are behind the decodes."""
     decodes: int = 0
     """The decodes before them."""
+    guesses: dict[int, int] = field(default_factory=dict)
+    """The guesses that are asked for behind rows, by slot."""
+    guess_s: float = 0.0
+    """The time that they take."""
     scored_tokens: int = 0
     """Tokens of chunks whose log-probabilities are asked for."""
     copied_pages: int = 0
@@ -102,7 +106,7 @@ class PlanBuilder:
 
     @property
     def work(self) -> Work:
-        own = self.copied_pages, self.scored_tokens, len(self.seated)
+        own = self.copied_pages, self.scored_tokens, len(self.seated), self.guess_s
         if not self.drafts:
             return Work.of(self.positions, self.lengths, *own)
         first, behind = self.decodes, self.decodes + len(self.drafts)
@@ -118,6 +122,14 @@ class PlanBuilder:
             return step_s, 0.0
         alone = Work.of(self.positions, [1] * len(self.rows), self.copied_pages)
         return (decodes_s := cost.seconds(alone)), max(0.0, step_s - decodes_s)
+
+    @property
+    def asked_guesses(self) -> list[int]:
+        """As `Plan.guesses` has them."""
+        if not self.guesses:
+            return []
+        rows = zip(self.slots, self.wants, strict=True)
+        return [self.guesses.get(slot, 0) for slot, want in rows if want]
 
     @property
     def credit(self) -> Credit:
@@ -292,6 +304,7 @@ class PlanBuilder:
     def drop(self, slot: int, sequence: Sequence) -> None:
         """Take back what was planned for a sequence that is preempted by this very plan."""
         self.grown.pop(slot, None)
+        self.guesses.pop(slot, None)
         if sequence in self.prefills:
             self._free_reserve(sequence)
             self.prefills.remove(sequence)

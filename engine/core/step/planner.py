@@ -146,7 +146,7 @@ class Planner:
             else:
                 sequence.expected_len = pending_len
                 builder.prefills.append(sequence)
-        if due and self.drafting is not None:
+        if self.drafting is not None and (due or (decodes and self.runner.guesses_max)):
             self.drafting.add(builder, decodes, due, now, beside_prompts=self._has_prompts(builder, now))
         else:
             builder.add_decodes(decodes)

@@ -71,14 +71,16 @@ class Results:
         logprobs = result.logprobs or [None] * len(result.tokens)
         sampled = zip(result.tokens, logprobs, strict=True)
         served: Counter[str] = Counter()
-        verified = 0
+        verified, guesses = 0, iter(result.guesses)
         for sequence, length, want in zip(flight.rows, plan.lengths, plan.wants, strict=True):
             brought = next(sampled) if want else None
+            guessed = next(guesses, []) if want else []
             if want is Want.VERIFY:
                 assert brought is not None
                 row = [brought, *islice(sampled, length - 1)]
                 reason = self._take_verified(sequence, plan.drafts[verified], row, served, news, now)
                 verified += 1
+                sequence.hear(guessed)
                 if reason is not None:
                     yield sequence, reason
                 continue
@@ -91,6 +93,7 @@ class Results:
             elif brought is not None:
                 served[sequence.tenant] += brought[0] != NUMERIC_FAILURE
                 reason = self._take_token(sequence, *brought, news, now)
+                sequence.hear(guessed)
             elif sequence.is_only_read and sequence.computed_len == sequence.prompt_len:
                 reason = FinishReason.LENGTH
             if reason is not None:

@@ -38,10 +38,12 @@ class Bounds:
     """The limits of a decode step."""
 
     rows_max: int
-    """Rows, padding included."""
+    """Rows, padding included, or tokens where rows verify drafts."""
     length_max: int
     """Keys that one row sees."""
     multiprocessors: int
+    together_max: int = 1
+    """Tokens of a row."""
 
 
 def build_backends(
@@ -73,6 +75,7 @@ def _decode(
             rows_max=bounds.rows_max,
             multiprocessors=bounds.multiprocessors,
             dtype=dtype,
+            together_max=bounds.together_max,
         )
     assert library is not None, chosen
     if chosen.backend is Backend.FLASHINFER_TRTLLM:

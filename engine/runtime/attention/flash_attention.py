@@ -22,7 +22,7 @@ from torch import Tensor
 
 from engine.runtime.step.batch import PackedBatch
 from engine.runtime.step.kv_cache import KVCache
-from engine.runtime.step.protocols import AttentionSpec, Chunk, chunks_of, to_device
+from engine.runtime.step.protocols import Ahead, AttentionSpec, Chunk, chunks_of, to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +155,10 @@ class FlashDecode:
         self._layers = _Layers(cache, spec)
         self._version = version
 
+    @property
+    def together(self) -> Sequence[int]:
+        return ()
+
     def prepare(self, batch: PackedBatch, tables: Tensor | None = None) -> FlashDecodeStep:
         rows = batch.decode_rows
         device = self._layers.cache.keys[0].device
@@ -164,7 +168,7 @@ class FlashDecode:
     def plan(self, lengths: Sequence[int]) -> None:
         """Do nothing: the kernel reads lengths and tables on the device."""
 
-    def on_device(self, tables: Tensor, lengths: Tensor) -> FlashDecodeStep:
+    def on_device(self, tables: Tensor, lengths: Tensor, ahead: Ahead | None = None) -> FlashDecodeStep:
         return FlashDecodeStep(self._layers, self._version, tables.int(), lengths)
 
 

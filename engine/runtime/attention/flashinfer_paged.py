@@ -30,7 +30,7 @@ from torch import Tensor
 
 from engine.runtime.step.batch import PackedBatch
 from engine.runtime.step.kv_cache import KVCache
-from engine.runtime.step.protocols import AttentionSpec, Chunk, chunks_of, to_device
+from engine.runtime.step.protocols import Ahead, AttentionSpec, Chunk, chunks_of, to_device
 
 WORKSPACE_BYTES: Final = 128 << 20
 """The size of a workspace that FlashInfer's documentation asks for."""
@@ -216,6 +216,10 @@ class FlashInferDecode:
         self._unread = buffer(pages)
         """Given to a plan in place of the pages' numbers, which are not known yet."""
 
+    @property
+    def together(self) -> Sequence[int]:
+        return ()
+
     def prepare(self, batch: PackedBatch, tables: Tensor | None = None) -> PlannedStep:
         rows, setting = batch.decode_rows, self._setting
         if tables is None:
@@ -232,7 +236,7 @@ class FlashInferDecode:
         pages = Pages(starts, self._unread[: int(starts[-1])], last_lens)
         self._plan(self._captured[rows], pages)
 
-    def on_device(self, tables: Tensor, lengths: Tensor) -> PlannedStep:
+    def on_device(self, tables: Tensor, lengths: Tensor, ahead: Ahead | None = None) -> PlannedStep:
         """Pack the pages' numbers into the buffer that the wrappers read, after `plan` of as many rows."""
         size, nobodys = self._setting.cache.geometry.page_size, len(self._numbers) - 1
         counts = (lengths.long() + (size - 1)) // size
@@ -280,6 +284,10 @@ class TrtllmDecode:
         self._workspace = workspace
         self._length_max = length_max
 
+    @property
+    def together(self) -> Sequence[int]:
+        return ()
+
     def prepare(self, batch: PackedBatch, tables: Tensor | None = None) -> TrtllmStep:
         rows, device = batch.decode_rows, self._workspace.device
         lengths = to_device([row.end for row in batch.rows[:rows]], device)
@@ -288,7 +296,7 @@ class TrtllmDecode:
     def plan(self, lengths: Sequence[int]) -> None:
         """Do nothing: the kernel reads lengths and tables on the device."""
 
-    def on_device(self, tables: Tensor, lengths: Tensor) -> TrtllmStep:
+    def on_device(self, tables: Tensor, lengths: Tensor, ahead: Ahead | None = None) -> TrtllmStep:
         return TrtllmStep(
             self._decode,
             self._cache,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from engine.runtime.step.batch import PackedBatch
 from engine.runtime.step.kv_cache import KVCache
-from engine.runtime.step.protocols import AttentionSpec, Chunk, chunks_of, to_device
+from engine.runtime.step.protocols import Ahead, AttentionSpec, Chunk, chunks_of, to_device
 from engine.runtime.weights.fp8 import taken
 
 
@@ -26,6 +26,10 @@ class ReferenceDecode:
     cache: KVCache
     spec: AttentionSpec
 
+    @property
+    def together(self) -> Sequence[int]:
+        return ()
+
     def prepare(self, batch: PackedBatch, tables: Tensor | None = None) -> ReferenceDecodeStep:
         rows, device = batch.decode_rows, self.cache.keys[0].device
         lengths = to_device([row.end for row in batch.rows[:rows]], device)
@@ -34,7 +38,7 @@ class ReferenceDecode:
     def plan(self, lengths: Sequence[int]) -> None:
         """Do nothing: torch needs no plan."""
 
-    def on_device(self, tables: Tensor, lengths: Tensor) -> ReferenceDecodeStep:
+    def on_device(self, tables: Tensor, lengths: Tensor, ahead: Ahead | None = None) -> ReferenceDecodeStep:
         return ReferenceDecodeStep(self.cache, self.spec, tables.long(), lengths.long())
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import torch
@@ -22,12 +23,13 @@ from engine.runtime.kernels.decode_attention import (
     list_work,
     paged_decode,
     programs_of,
+    query_counts,
     tile_tokens,
 )
 from engine.runtime.kernels.prefill_attention import paged_prefill, tile_list
 from engine.runtime.step.batch import PackedBatch
 from engine.runtime.step.kv_cache import KVCache
-from engine.runtime.step.protocols import AttentionSpec, Chunk, PrefillRows, chunks_of, to_device
+from engine.runtime.step.protocols import Ahead, AttentionSpec, Chunk, PrefillRows, chunks_of, to_device
 from engine.runtime.weights.fp8 import taken
 
 FRESH_TOKENS_MIN: Final = 4096
@@ -41,7 +43,8 @@ assert FRESH_TOKENS_MIN % FRESH_TOKENS_MULTIPLE == 0
 
 
 class TritonDecode:
-    """Back end for rows of one token. Owns the memory in which segments meet: one per device and stream."""
+    """Back end for rows of one token, and for the tokens of rows that verify drafts. Owns the memory in which
+    segments meet: one per device and stream."""
 
     def __init__(
         self,
@@ -51,17 +54,22 @@ class TritonDecode:
         rows_max: int,
         multiprocessors: int,
         dtype: torch.dtype | None = None,
+        together_max: int = 1,
     ) -> None:
-        """`dtype`: of queries; None: as the cache's, or bfloat16 for one in fp8."""
+        """`dtype`: of queries; None: as the cache's, or bfloat16 for one in fp8. `together_max`: the tokens
+        of a row at most."""
         self.cache: Final = cache
         self.spec: Final = spec
         device, stored = cache.keys[0].device, cache.geometry.dtype
         self.dtype: Final = dtype or (torch.bfloat16 if stored == torch.float8_e4m3fn else stored)
         self._tile = tile_tokens(cache.geometry.page_size, spec.head_dim, self.dtype)
-        self._programs = programs_of(multiprocessors, stored)
+        self.together: Final = query_counts(spec.heads // spec.kv_heads, spec.head_dim, together_max)
+        self._programs_of = partial(programs_of, multiprocessors, stored)
+        self._programs = self._programs_of()
         self._work = {window: DecodeWork.empty(self._programs, device) for window in set(spec.windows)}
         heads = spec.heads, spec.kv_heads, spec.head_dim
-        self._scratch = DecodeScratch.empty(self._programs, rows_max, *heads, device)
+        most = max(self.together, default=1)
+        self._scratch = DecodeScratch.empty(self._programs, rows_max, *heads, device, most)
 
     def prepare(self, batch: PackedBatch, tables: Tensor | None = None) -> TritonDecodeStep:
         """`tables`: the decode rows' page tables, if they are on the device already."""
@@ -72,9 +80,14 @@ class TritonDecode:
     def plan(self, lengths: Sequence[int]) -> None:
         """Do nothing: the list of work is made on the device."""
 
-    def on_device(self, tables: Tensor, lengths: Tensor) -> TritonDecodeStep:
+    def on_device(self, tables: Tensor, lengths: Tensor, ahead: Ahead | None = None) -> TritonDecodeStep:
+        behind, queries, programs = None, 1, self._programs
+        if ahead is not None and self.together:
+            behind, queries = ahead.behind, next(count for count in self.together if count >= ahead.most)
+            programs = self._programs_of(queries * self.spec.heads // self.spec.kv_heads)
         for window, work in self._work.items():
-            list_work(lengths, self.spec.kv_heads, window, self._tile, work, programs=self._programs)
+            own = self.spec.kv_heads, window, self._tile, work
+            list_work(lengths, *own, programs=programs, behind=behind)
         return TritonDecodeStep(
             self.cache,
             self.spec,
@@ -82,8 +95,10 @@ class TritonDecode:
             self._scratch,
             tables,
             lengths,
-            self._programs,
+            programs,
             self._tile,
+            behind,
+            queries,
         )
 
 
@@ -97,6 +112,10 @@ class TritonDecodeStep:
     lengths: Tensor
     programs: int
     tile: int
+    behind: Tensor | None = None
+    """The tokens of the same row behind each; None: each is a row."""
+    queries: int = 1
+    """The tokens of a row for which the kernel has room."""
 
     def __call__(self, layer: int, q: Tensor) -> Tensor:
         """q [R, H, D] -> the same shape."""
@@ -114,6 +133,8 @@ class TritonDecodeStep:
             kv_scales=self.cache.scales[layer],
             programs=self.programs,
             tile=self.tile,
+            behind=self.behind,
+            queries=self.queries,
         )
 
 

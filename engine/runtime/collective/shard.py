@@ -51,7 +51,8 @@ class Shard:
             raise BadRunnerConfig(
                 f"--tensor-parallel-size {self.size} {' and '.join(problems)}; this model takes {fitting}"
             )
-        return replace(config, layers=tuple(map(self._of_layer, config.layers)))
+        mtp = None if config.mtp is None else self._of_layer(config.mtp)
+        return replace(config, layers=tuple(map(self._of_layer, config.layers)), mtp=mtp)
 
     def _of_layer(self, layer: Layer) -> Layer:
         own, mlp = layer.attention, replace(layer.mlp, inner=layer.mlp.inner // self.size)

@@ -26,6 +26,7 @@ from engine.runtime.collective.collective import ALONE, Collective
 from engine.runtime.collective.shard import WHOLE, Shard
 from engine.runtime.device.device_sampling import DeviceSampling, SamplingScratch, sample
 from engine.runtime.device.graphs import DecodeInputs
+from engine.runtime.device.slots import DeviceBatch
 from engine.runtime.kernels.autotune import DeviceLinear, MatmulTable
 from engine.runtime.kernels.begin import StepRows, begin_step
 from engine.runtime.kernels.delta_net import DeltaLayer, DeltaRows, delta_chunks, delta_step
@@ -49,7 +50,15 @@ from engine.runtime.reference.delta_net import StepStates
 from engine.runtime.reference.torch_decoder import tempers
 from engine.runtime.step.batch import PackedBatch
 from engine.runtime.step.kv_cache import KVCache
-from engine.runtime.step.protocols import DecodePages, PrefillPages, to_device
+from engine.runtime.step.protocols import (
+    Ahead,
+    Chunk,
+    DecodePages,
+    DecodeRows,
+    PrefillPages,
+    PrefillRows,
+    to_device,
+)
 from engine.runtime.step.states import States
 from engine.runtime.weights.checkpoint import WeightSource
 from engine.runtime.weights.parameters import (
@@ -155,7 +164,8 @@ class DeviceNetwork(Protocol):
         attention: DecodePages,
         states: States | None = None,
     ) -> Tensor | ResidualStream:
-        """A token for each of some slots, from the device's tables by slot -> what `logits` takes."""
+        """A token for each of some slots, from the device's tables by slot, or several where they verify
+        drafts -> what `logits` takes."""
         ...
 
     def logits(self, hidden: Any, out: Tensor | None = None) -> Tensor:
@@ -258,7 +268,7 @@ class DeviceDecoder:
         states: States | None = None,
     ) -> ResidualStream:
         step, tables = self.begin(inputs, tokens, page_table, cache.geometry.page_size)
-        attend = attention.on_device(tables, inputs.lengths)
+        attend = attention.on_device(tables, inputs.lengths, inputs.ahead)
         return self.forward(step, cache, attend, inputs.bound(states))
 
     def forward(
@@ -385,7 +395,6 @@ class _Loader:
         own = layer_parameters(self.config, layer, self.shard)
         norms = {role: each.read(self.source) for role, each in own.norms.items()}
         attention, mlp = self.share.layers[layer].attention, self.share.layers[layer].mlp
-        before = [type(each.attention) for each in self.config.layers[:layer]]
         mixing: _Attention | DeltaLayer
         if isinstance(attention, DeltaNet):
             inputs, eps = own.matrices[Matrix.DELTA], self.config.norm.eps
@@ -396,7 +405,7 @@ class _Loader:
         return _Layer(
             inputs=self._linear(inputs, norms.get(NormRole.ATTENTION)),
             attention=mixing,
-            place=before.count(type(attention)),
+            place=self.config.places[layer],
             output=self._linear(own.matrices[Matrix.OUTPUT]),
             post_norm=self._post_norm(norms.get(NormRole.ATTENTION_POST)),
             gate_up=replace(
@@ -456,6 +465,27 @@ class DeviceModel:
         tables = batch.page_tables.to(self.decoder.device, non_blocking=True)
         decode = self.decode.prepare(batch, tables[:n]) if n else None
         prefill = self.prefill.prepare(batch, tables[n:]) if n < len(batch.rows) else None
+        return self._forward(batch, n, decode, prefill)
+
+    def verify(self, batch: DeviceBatch) -> Tensor:
+        """`forward` of a batch in which rows verify drafts. What is for decodes computes their tokens, too,
+        where it has kernels for several tokens of a row; else they are chunks."""
+        ahead, n = batch.ahead, batch.stream_tokens
+        assert ahead is not None
+        if not self.decode.together:
+            return self.forward(batch)
+        decode = self.decode.on_device(batch.token_tables[:n], batch.stream_lengths, ahead.first(n))
+        prefill = None
+        if n < batch.tokens:
+            rows = batch.decode_rows + len(batch.plan.drafts)
+            chunks = [Chunk(row.start, row.length, row.offset - n) for row in batch.rows[rows:]]
+            prefill = self.prefill.of_chunks(chunks, batch.page_tables[rows:])
+        return self._forward(batch, n, decode, prefill)
+
+    def _forward(
+        self, batch: PackedBatch, n: int, decode: DecodeRows | None, prefill: PrefillRows | None
+    ) -> Tensor:
+        """`decode` computes the first n tokens."""
 
         def attend(layer: int, q: Tensor) -> Tensor:
             if prefill is None:
@@ -498,18 +528,19 @@ class DeviceSampler:
     scratch: SamplingScratch
 
     def __call__(
-        self, hidden: Tensor | ResidualStream, slots: Tensor, lengths: Tensor
+        self, hidden: Tensor | ResidualStream, slots: Tensor, lengths: Tensor, ahead: Ahead | None = None
     ) -> tuple[Tensor, Tensor]:
         """hidden with S rows, as `DeviceNetwork.logits` takes it; slots, lengths [S] int32 -> tokens [S]
         int64, NUMERIC_FAILURE where logits were not finite, and their log-probabilities [S]. The logits stay
-        in `scratch` until the next call."""
+        in `scratch` until the next call. `ahead`: of a step in which rows verify drafts."""
         logits = self.decoder.logits(hidden, self.scratch.logits[: len(slots)])
-        return sample(logits, slots, lengths, self.columns, self.scratch, self.tokens)
+        return sample(logits, slots, lengths, self.columns, self.scratch, self.tokens, ahead)
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeStep:
-    """A whole decode step: one token for each of some slots, from the device's tables by slot."""
+    """A whole decode step: one token for each of some slots, from the device's tables by slot, and one behind
+    each of their drafts."""
 
     decoder: DeviceNetwork
     cache: KVCache
@@ -534,4 +565,4 @@ class DecodeStep:
         tables = self.tokens, self.page_table, self.cache
         stream = self.decoder.decode(inputs, *tables, self.attention, self.states)
         sampler = DeviceSampler(self.decoder, self.tokens, self.sampling, self.scratch)
-        return sampler(stream, inputs.slots, inputs.lengths)
+        return sampler(stream, inputs.slots, inputs.lengths, inputs.ahead)

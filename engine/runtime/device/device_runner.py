@@ -3,8 +3,8 @@
     leave, seat, grow         DeviceSlots.apply: the plan's changes, sent in a copy or two
     swap out, fork, swap in   HostPages.copy
     save, restore             States.copy
-    compute, sample           a plan of decode rows alone is one launch: a graph, replayed; others go kernel
-                              by kernel
+    compute, sample           a plan of rows alone that decode, or verify drafts, is one launch: a graph,
+                              replayed; others go kernel by kernel
     results                   copied to host memory, behind an event
 
 `launch` queues all of that and never waits: it reads no result of the device, sends only from memory that is
@@ -15,11 +15,22 @@ for this plan's work and nothing behind it.
 The kernels do all kinds of sampling, in a graph or not: penalties, biases, held stop tokens, truncation, the
 chosen token's log-probability. The likeliest tokens are taken
 afterwards from the logits, which stay where they are until the next plan.
+
+**Drafts.** A row that verifies k drafts is k + 1 tokens of a step, each as a decode is, one position further.
+The drafts lie where the tokens are to be; behind each of them is sampled by its own position, as if those
+before were known, and what is right is found on the device, which counts it for penalties. The host reads the
+tokens when they arrive, as of any step, and learns by them how many stay; nothing waits for that
+(`engine.runtime.device.slots`).
+
+*The law.* A token depends on its logits, its seed and its position, and on nothing that drafts change. Logits
+do, in their last bits: a product's kernel is chosen by the number of rows, and attention's sums are divided
+by the lengths of all rows. So it is with every change of a batch on a GPU, and drafts are no more than that:
+in float32 the tokens are those without drafts, and in bfloat16 as likely to differ as in other company.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -29,6 +40,7 @@ from torch import Tensor
 
 from engine.contract.messages import Plan, RunnerInfo, RunResult
 from engine.runtime.device.device_decoder import DeviceModel, DeviceSampler
+from engine.runtime.device.graphs import DecodeGraphs
 from engine.runtime.device.slots import DeviceBatch, DeviceSlots
 from engine.runtime.device.transfer import DeviceArrival, download, upload
 from engine.runtime.step.kv_cache import HostPages, KVCache
@@ -43,9 +55,6 @@ from engine.runtime.step.result_tensors import (
 from engine.runtime.step.states import States
 
 NOTHING: Final = Computed()
-Decode = Callable[[Sequence[int], Sequence[int]], tuple[Tensor, Tensor]]
-"""Slots, and the number of tokens that each has -> tokens and log-probabilities: a row per slot, then
-padding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +79,8 @@ class DeviceRunner:
     host: HostPages
     slots: DeviceSlots
     sampler: DeviceSampler
-    decode: Decode
-    """Runs a padded decode step, by a graph or kernel by kernel."""
-    decode_rows_max: int
+    steps: DecodeGraphs[tuple[Tensor, Tensor]]
+    """Runs a padded decode step, by a graph or kernel by kernel -> tokens and log-probabilities."""
     pooler: Pooler | None = None
     """Makes vectors of prompts, where the model embeds."""
 
@@ -99,10 +107,11 @@ class DeviceRunner:
         return self._compute(DeviceBatch.of(plan, self.slots)) if plan.slots else Computed()
 
     def _compute(self, batch: DeviceBatch) -> Computed:
-        if batch.is_decode and len(batch.rows) <= self.decode_rows_max:
-            tokens, logprobs = self.decode(batch.plan.slots, [row.end for row in batch.rows])
-            return self._sampled(batch, tokens[: len(batch.rows)], logprobs)
-        hidden = self.model.forward(batch)
+        drafted = batch.drafted
+        if batch.is_decode and self.steps.takes(batch.tokens, drafted):
+            tokens, logprobs = self.steps.run(*batch.streams, drafted)
+            return self._sampled(batch, tokens[: batch.tokens], logprobs)
+        hidden = self.model.forward(batch) if drafted is None else self.model.verify(batch)
         prompts = asked_prompt_logprobs(self.model.logits, batch, hidden, distinct_topk)
         vectors = [] if self.pooler is None else self.pooler.vectors(batch, hidden)
         scores = asked_scores(self.model.logits, batch, hidden, self._uploaded)
@@ -110,7 +119,7 @@ class DeviceRunner:
         if not batch.sampled:
             return read
         own = hidden[batch.sampled_at]
-        tokens, logprobs = self.sampler(own, batch.sampled_slots, batch.sampled_lengths)
+        tokens, logprobs = self.sampler(own, batch.sampled_slots, batch.sampled_lengths, batch.ahead)
         return self._sampled(batch, tokens, logprobs, read)
 
     def _sampled(
@@ -118,8 +127,12 @@ class DeviceRunner:
     ) -> Computed:
         """`read`: what its prompts were asked for."""
         slots = [row.slot for row in batch.sampled]
-        self.slots.append(slots)
         tops = [self.slots.seat(slot).sampling.logprobs for slot in slots]
+        if batch.drafted is None:
+            self.slots.append(slots)
+        else:
+            self.slots.extend(batch.plan)
+            tops = [top for top, n in zip(tops, batch.drafted.counts, strict=True) for _ in range(n)]
         logits = self.sampler.scratch.logits
         asked = asked_logprobs(logits, tokens, tops, distinct_topk, self._uploaded, chosen=logprobs)
         return replace(read, tokens=tokens, tops=tops, logprobs=asked)

@@ -7,7 +7,7 @@ and held stop tokens, which few requests have, are sent separately.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -28,9 +28,11 @@ from engine.runtime.kernels.sampling import (
     WARPS,
     choose_kernel,
     measure_kernel,
+    settle_kernel,
     weigh_kernel,
 )
 from engine.runtime.step.edits import bias_of, held_stops_of, penalties_of
+from engine.runtime.step.protocols import Ahead
 from engine.runtime.step.seats import temperature_of
 from shared.wire.shapes import LOGIT_BIAS_MAX, STOP_MAX, STOP_TOKEN_IDS_MAX
 
@@ -69,8 +71,8 @@ class DeviceSampling:
     held_until: Tensor
     """The position before which stop tokens are not sampled, [slots] int32."""
     masks: Tensor
-    """The tokens that a grammar allows now, a bit for each, [slots, words] int32. Read for masked slots
-    only."""
+    """The tokens that a grammar allows now, a bit for each, [slots, words] int32, and further ones for tokens
+    behind drafts. Read for masked slots only, and as `Ahead` says."""
     are_masked: Tensor
     """1 in slots whose sequences follow a grammar, else 0: [slots] int32."""
 
@@ -80,7 +82,9 @@ class DeviceSampling:
         return self.temperature, self.top_k, self.top_p, self.min_p
 
     @staticmethod
-    def empty(slots: int, vocab_size: int, device: torch.device) -> DeviceSampling:
+    def empty(slots: int, vocab_size: int, device: torch.device, drafts: int = 0) -> DeviceSampling:
+        """`drafts`: those of a step at most, over all rows."""
+
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(slots, *shape, dtype=dtype, device=device)
 
@@ -98,7 +102,7 @@ class DeviceSampling:
             stop_ids=zeros(STOPS_MAX),
             stops=zeros(),
             held_until=zeros(),
-            masks=zeros(-(-vocab_size // 32)),
+            masks=torch.zeros(slots + drafts, -(-vocab_size // 32), dtype=torch.int32, device=device),
             are_masked=zeros(),
         )
 
@@ -146,16 +150,16 @@ class DeviceSampling:
         self._list(slots, self.bias_values, values, np.float32)
         self._list(slots, self.stop_ids, stops, np.int32)
 
-    def mask(self, slots: Sequence[int], masks: Sequence[bytes]) -> None:
-        """Write the masks by which these slots sample next."""
+    def mask(self, slots: Sequence[int], masks: Sequence[bytes], ahead: Mapping[int, bytes] = {}) -> None:
+        """Write the masks by which these slots sample next, and those of tokens behind drafts, by place."""
         words = self.masks.shape[1]
-        own = [np.frombuffer(mask, np.int32)[:words] for mask in masks]
+        own = [np.frombuffer(mask, np.int32)[:words] for mask in (*masks, *ahead.values())]
         table = np.zeros((len(own), words), np.int32)
         for row, mask in zip(table, own, strict=True):
             row[: len(mask)] = mask
-        at, there = upload([np.array(slots, np.int64), table], self.masks.device)
+        at, there = upload([np.array([*slots, *ahead], np.int64), table], self.masks.device)
         self.masks.index_copy_(0, at, there)
-        self.are_masked.index_fill_(0, at, 1)
+        self.are_masked.index_fill_(0, at[: len(slots)], 1)
 
     def unmask(self, slots: Sequence[int]) -> None:
         """Note that these slots have sequences without a grammar."""
@@ -212,6 +216,8 @@ class SamplingScratch:
     """The mass within each distance from the best, [rows, chunks, RUNGS] int64."""
     near_counts: Tensor
     """The number of tokens within each distance, [rows, chunks, RUNGS] int32."""
+    agreed: Tensor
+    """1 where a token is the draft in its place, else 0: [rows] int32."""
 
     @property
     def edits(self) -> tuple[Tensor, Tensor]:
@@ -237,6 +243,7 @@ class SamplingScratch:
             masses=torch.empty(rows, chunks, dtype=torch.int64, device=device),
             near_masses=torch.empty(rows, chunks, RUNGS, dtype=torch.int64, device=device),
             near_counts=torch.empty(rows, chunks, RUNGS, dtype=torch.int32, device=device),
+            agreed=torch.empty(rows, dtype=torch.int32, device=device),
         )
 
 
@@ -247,13 +254,15 @@ def sample(
     columns: DeviceSampling,
     scratch: SamplingScratch,
     known: Tensor,
+    ahead: Ahead | None = None,
 ) -> tuple[Tensor, Tensor]:
     """logits [S, vocab], left unchanged; slots, positions [S] int32 -> tokens [S] int64, log-probabilities
     [S].
 
     The tokens are written to `known` [slots, any] int32 at `positions`, and counted for penalties. A token is
     NUMERIC_FAILURE where its row is not finite; 0 is written then. The log-probabilities are those of the
-    model's own distribution, before any edits.
+    model's own distribution, before any edits. `ahead`: of a step in which rows verify drafts, which lie in
+    `known`; of each such row the tokens are counted that stay.
     """
     rows, vocab_size = logits.shape
     assert logits.is_contiguous()
@@ -262,18 +271,30 @@ def sample(
     assert vocab_size < 1 << 63 - MASS_BITS
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
     logprobs = torch.empty(rows, dtype=torch.float32, device=logits.device)
-    _measure(logits, slots, positions, columns, scratch)
+    assert ahead is None or rows <= len(scratch.agreed)
+    agreed = None if ahead is None else scratch.agreed
+    _measure(logits, slots, positions, columns, scratch, ahead, known)
     _weigh(logits, slots, columns, scratch)
     _order(logits, slots, columns, scratch)
-    _choose(logits, slots, positions, columns, scratch, (tokens, logprobs, known))
+    _choose(logits, slots, positions, columns, scratch, (tokens, logprobs, known), agreed)
+    if ahead is not None:
+        own = columns.penalties, columns.counts, vocab_size
+        launch(settle_kernel, (rows,), slots, ahead.before, tokens, agreed, *own, num_warps=1, **dependent())
     return tokens, logprobs
 
 
 def _measure(
-    logits: Tensor, slots: Tensor, positions: Tensor, columns: DeviceSampling, scratch: SamplingScratch
+    logits: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    columns: DeviceSampling,
+    scratch: SamplingScratch,
+    ahead: Ahead | None,
+    known: Tensor,
 ) -> None:
     """Launch the edits, and each chunk's maximum, soundness and log-sum-exp."""
     rows, vocab_size = logits.shape
+    drafts, masked_by = (None, None) if ahead is None else (ahead.before, ahead.masked_by)
     launch(
         measure_kernel,
         (rows, _chunks(vocab_size)),
@@ -292,6 +313,10 @@ def _measure(
         columns.held_until,
         columns.masks,
         columns.are_masked,
+        drafts,
+        masked_by,
+        known,
+        known.shape[1],
         *scratch.measures,
         scratch.places,
         vocab_size,
@@ -352,9 +377,11 @@ def _choose(
     columns: DeviceSampling,
     scratch: SamplingScratch,
     results: tuple[Tensor, Tensor, Tensor],
+    agreed: Tensor | None,
 ) -> None:
     """Launch the choice of each row's token. `results`: tokens, log-probabilities, and the tokens that are
-    known by slot, as `sample` has them."""
+    known by slot, as `sample` has them. `agreed`: which tokens are the drafts in their places; None: there
+    are no drafts."""
     rows, vocab_size = logits.shape
     launch(
         choose_kernel,
@@ -374,6 +401,7 @@ def _choose(
         scratch.mass_before,
         *results,
         results[2].shape[1],
+        agreed,
         vocab_size,
         CANDIDATE_BLOCK=CANDIDATE_BLOCK,
         GATHERED_MAX=GATHERED_MAX,

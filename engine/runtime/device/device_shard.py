@@ -41,7 +41,16 @@ from engine.runtime.device.device_decoder import (
 )
 from engine.runtime.device.device_runner import DeviceRunner
 from engine.runtime.device.device_sampling import SamplingScratch
-from engine.runtime.device.graphs import DecodeGraphs, DecodeInputs, GraphDevice, Overlap, batch_buckets
+from engine.runtime.device.graphs import (
+    DecodeGraphs,
+    DecodeInputs,
+    GraphDevice,
+    Overlap,
+    StepShape,
+    batch_buckets,
+    verify_buckets,
+    verify_shapes,
+)
 from engine.runtime.device.memory import MemoryProfile, kv_page_count, out_of_memory
 from engine.runtime.device.precision import Precision
 from engine.runtime.device.rehearsal import Blueprint, Shapes, Unjoined, rehearsed
@@ -49,6 +58,7 @@ from engine.runtime.device.slots import DeviceSlots
 from engine.runtime.device.torch_on_device import TorchOnDevice
 from engine.runtime.kernels import launching
 from engine.runtime.kernels.autotune import MatmulTable
+from engine.runtime.kernels.decode_attention import query_counts
 from engine.runtime.kernels.dependent_launch import dependent_launches
 from engine.runtime.models.spec import DecoderSpec
 from engine.runtime.setup.backends import Backend, BackendChoice, Chosen, Need, choose
@@ -86,6 +96,13 @@ GRAPH_ROWS_MAX: Final = 512
 kernels one by one, and is launched that way."""
 OVERLAP_CAPABILITY: Final = (9, 0)
 """The least capability of a card that launches a kernel while the one before it ends."""
+DRAFTS_MAX: Final = 15
+"""The most drafts of a row: a tile of attention has room for as many tokens and one more at most, and for
+fewer where groups of query heads or heads are large."""
+DRAFTS_TOGETHER_MAX: Final = 128
+"""The most drafts of a step, over all rows. They take a share of the memory for sampling, 2 MB each with a
+vocabulary of 152k; and products of more rows than about 180 take as long as their arithmetic, so that a draft
+costs there what a token does."""
 LIKELIEST_MAX: Final = 20
 """Log-probabilities that every row of the measured step asks for: the most that a client can ask for."""
 _Graphs = DecodeGraphs[tuple[Tensor, Tensor]]
@@ -183,6 +200,22 @@ class DeviceShard:
     def states(self) -> StateGeometry:
         return StateGeometry.of(self.model, self.decoder.dtype)
 
+    @property
+    def together_max(self) -> int:
+        """The most tokens of a row; 1: none verifies drafts, as a state cannot take a wrong one back."""
+        most = min(self.design.config.max_drafts, DRAFTS_MAX) + 1
+        if self.states.slot_bytes:
+            return 1
+        if self.design.attention.decode.backend is not Backend.TRITON:
+            return most
+        spec = AttentionSpec.of(self.model)
+        return max(query_counts(spec.heads // spec.kv_heads, spec.head_dim, most), default=1)
+
+    @property
+    def drafts_together(self) -> int:
+        """The most drafts of a step."""
+        return min(self.design.config.max_num_seqs * (self.together_max - 1), DRAFTS_TOGETHER_MAX)
+
     def info(self, pages: int) -> RunnerInfo:
         """The runner's sizes and type, with times and host memory left at 0."""
         design, major, minor = self.design, *self.card.capability
@@ -196,13 +229,23 @@ class DeviceShard:
         info = untimed_info(design.config, self.model, *sizes, arithmetic)
         state_bytes = self.states.slot_bytes
         places = state_place_count(design.config, self.geometry, self.max_model_len, pages, state_bytes)
+        shapes = () if self.design.is_eager else self._verify_buckets
         return msgspec.structs.replace(
             info,
             is_async=True,
             state_bytes=state_bytes,
             state_places=places,
+            drafts_max=self.together_max - 1,
+            drafts_together=self.drafts_together,
+            verify_shapes=list(shapes),
             vector_len=0 if self.pooler is None else self.pooler.vector_len,
         )
+
+    @property
+    def _verify_buckets(self) -> tuple[int, ...]:
+        """The padded numbers of tokens of steps in which rows verify drafts."""
+        tokens = min(self.design.config.max_num_seqs + self.drafts_together, GRAPH_ROWS_MAX)
+        return verify_buckets(tokens) if self.drafts_together else ()
 
     def page_count(self) -> int:
         """The number of pages that fit beside the largest step. Raises DoesNotFit."""
@@ -222,7 +265,7 @@ class DeviceShard:
                 runner.states.reserve(info.state_places)
                 progress(self.states.describe(info.slots, info.state_places))
             if not self.design.is_eager:
-                runner.decode = self._captured(step, runner, self.card.graphs(), progress).replay
+                runner.steps = self._captured(step, runner, self.card.graphs(), progress)
             progress("planning attention of long prompts")
             tokens_max = min(self.design.config.max_step_tokens, self.max_model_len)
             runner.model.prefill.warm_up(tokens_max, self.decoder.dtype)
@@ -233,10 +276,10 @@ class DeviceShard:
     ) -> _Graphs:
         """Graphs for all batch sizes, each of the faster form of the step."""
         overlapping = None
-        buckets = batch_buckets(runner.decode_rows_max)
+        buckets = runner.steps.buckets
         if device.timer is not None and self.card.capability >= OVERLAP_CAPABILITY:
             overlapping = replace(step, launches_dependently=True)
-        graphs = self._graphs(step, runner.slots, buckets, overlapping)
+        graphs = self._graphs(step, runner.slots, buckets, overlapping, runner.steps.verified)
         if overlapping is not None:
             progress("compiling kernels that overlap")
             with ThreadPoolExecutor(usable_cores()) as workers, self.card.compiling(workers):
@@ -255,11 +298,18 @@ class DeviceShard:
         cache = KVCache(self.geometry, pages, self.kv_scales, device)
         cache.pool.zero_()  # fresh memory may be NaN: Triton kernels mask it, a library may multiply it
         slots = DeviceSlots(
-            info.slots, info.max_model_len, info.page_size, info.vocab_size, info.pages, device
+            info.slots,
+            info.max_model_len,
+            info.page_size,
+            info.vocab_size,
+            info.pages,
+            device,
+            self.drafts_together,
         )
-        scratch = SamplingScratch.empty(info.slots, info.vocab_size, decoder.dtype, device)
+        sampled = info.slots + self.drafts_together
+        scratch = SamplingScratch.empty(sampled, info.vocab_size, decoder.dtype, device)
         spec = AttentionSpec.of(model)
-        bounds = Bounds(info.slots, info.max_model_len, self.card.multiprocessors)
+        bounds = Bounds(sampled, info.max_model_len, self.card.multiprocessors, self.together_max)
         decode, prefill = build_backends(self.design.attention, cache, spec, decoder.dtype, bounds)
         tables = slots.tokens, slots.page_table, slots.sampling
         # one more than there are sequences, for padding rows
@@ -267,6 +317,7 @@ class DeviceShard:
         step = DecodeStep(decoder, cache, decode, *tables, scratch, states=states)
         rows_max = min(info.slots, GRAPH_ROWS_MAX)
         whole = DeviceModel(decoder, cache, decode, prefill, states)
+        verified = verify_shapes(self._verify_buckets, decode.together or (self.together_max,))
         runner = DeviceRunner(
             info=info,
             model=whole,
@@ -274,8 +325,7 @@ class DeviceShard:
             host=HostPages(cache, info.host_pages),
             slots=slots,
             sampler=DeviceSampler(decoder, slots.tokens, slots.sampling, scratch),
-            decode=self._graphs(step, slots, batch_buckets(rows_max)).eager,
-            decode_rows_max=rows_max,
+            steps=self._graphs(step, slots, batch_buckets(rows_max), verified=verified),
             pooler=self.pooler,
         )
         return runner, step
@@ -286,9 +336,10 @@ class DeviceShard:
         slots: DeviceSlots,
         buckets: Sequence[int],
         overlapping: DecodeStep | None = None,
+        verified: Sequence[StepShape] = (),
     ) -> _Graphs:
         plan = step.attention.plan
-        return DecodeGraphs(step, buckets, slots.padding_slot, slots.device, plan, overlapping)
+        return DecodeGraphs(step, buckets, slots.padding_slot, slots.device, plan, overlapping, verified)
 
     def _profile(self) -> MemoryProfile:
         """Run the largest step, and measure the memory that it takes from torch and past torch."""
@@ -312,9 +363,9 @@ class DeviceShard:
 
     def _graph_bytes(self, step: DecodeStep, runner: DeviceRunner) -> int:
         """The memory of all graphs. There is one more decode step while two forms of it are compared."""
-        rows_max, device = runner.decode_rows_max, self.card.graphs()
-        decode = self._graphs(step, runner.slots, sorted({1, rows_max}))
-        return self._taken(partial(decode.capture, device), len(batch_buckets(rows_max)))
+        steps, device = runner.steps, self.card.graphs()
+        few = self._graphs(step, runner.slots, sorted({1, steps.buckets[-1]}), verified=steps.verified[-1:])
+        return self._taken(partial(few.capture, device), len(steps.buckets) + len(steps.verified))
 
     def _taken(self, capture: Callable[[Callable[[int, int], None]], None], graphs: int) -> int:
         """The memory of so many graphs, from a capture of the largest and the smallest of them: the largest
@@ -340,14 +391,16 @@ class DeviceShard:
         runner.cache.clear_tails = clear_tails
         for plan in largest_plans(runner.info, self.design.config.max_step_tokens):
             runner.compute(plan)
-        for rows in batch_buckets(runner.decode_rows_max):
+        for rows in runner.steps.buckets:
             for overlaps in forms:
                 replace(step, launches_dependently=overlaps)(DecodeInputs.empty(rows, self.card.device))
+        for shape in runner.steps.verified:
+            step(DecodeInputs.empty(shape.rows, self.card.device, shape.together))
 
 
 def largest_plans(info: RunnerInfo, tokens: int) -> Iterator[Plan]:
-    """The two plans that take the most memory: the most rows that sample, and the longest prompt that
-    `tokens` allows. All rows share one page, since their results are not read."""
+    """The plans that take the most memory: the most rows that sample, the most tokens behind drafts, and the
+    longest prompt that `tokens` allows. All rows share one page, since their results are not read."""
     asked = SamplingParams(
         seed=0, max_tokens=1, top_p=0.9, logprobs=LIKELIEST_MAX, prompt_logprobs=LIKELIEST_MAX
     )
@@ -357,11 +410,29 @@ def largest_plans(info: RunnerInfo, tokens: int) -> Iterator[Plan]:
     for lengths in ([min(longest, tokens // rows)] * rows, [longest]):
         if longest < 1:
             return
-        slots = list(range(len(lengths)))
+        if left and info.drafts_together:
+            yield _verifying(info, len(left), min(longest, tokens // rows) + 1, tokens)
+        slots, most = list(range(len(lengths))), info.drafts_max + 1
         seated = [SlotAssignment.of(slot, [0] * n, n, asked) for slot, n in zip(slots, lengths, strict=True)]
-        grown = [(slot, [0] * -(-n // info.page_size)) for slot, n in zip(slots, lengths, strict=True)]
+        ends = [min(n + most, info.max_model_len) for n in lengths]
+        grown = [(slot, [0] * -(-end // info.page_size)) for slot, end in zip(slots, ends, strict=True)]
         yield Plan(0, left, seated, grown, slots, [0] * len(slots), lengths, [Want.SAMPLE] * len(slots))
         left = slots
+
+
+def _verifying(info: RunnerInfo, rows: int, known_len: int, tokens: int) -> Plan:
+    """A plan in which the first slots, which know so many tokens, go on with as many drafts as a step of
+    `tokens` may have."""
+    room = min(info.drafts_max, info.max_model_len - known_len)
+    left = min(info.drafts_together, tokens - rows)
+    lengths = []
+    for _ in range(rows):
+        lengths.append(1 + min(room, left))
+        left -= lengths[-1] - 1
+    lengths.sort(key=lambda length: length > 1)
+    wants = [Want.VERIFY if length > 1 else Want.SAMPLE for length in lengths]
+    drafts = [[0] * (length - 1) for length in lengths if length > 1]
+    return Plan(0, [], [], [], list(range(rows)), [known_len - 1] * rows, lengths, wants, drafts=drafts)
 
 
 @contextmanager

@@ -14,6 +14,12 @@ A captured step is a fixed list of kernels over fixed addresses. Rules that foll
   5. A step runs once before it is captured: kernels are compiled and workspaces allocated then, which a
      capture does not allow.
 
+**Drafts.** A step in which rows verify drafts has a row of the inputs for each of its tokens, so that its
+graphs are by numbers of tokens: whichever rows they belong to, the device is told in `Drafted`. Attention
+alone has a constant that depends on them, the most tokens of a row for which its tiles have room, and two
+values of it at most (`decode_attention.query_counts`): for each there is a graph per number of tokens in
+`verify_buckets`, where a row of that many fits in. A step that no graph is for goes kernel by kernel.
+
 **Overlap.** A step may be given in a second form, whose kernels start while those before them end
 (`kernels/dependent_launch.py`). It computes the same bits. Which form is faster depends on the card and on
 the number of rows, so both are captured, replayed, compared and timed, and one is kept. That is done for
@@ -32,7 +38,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
-from typing import Final, Generic, Protocol, TypeVar
+from typing import Final, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -40,6 +46,7 @@ from torch import Tensor
 from engine.runtime.device.memory import out_of_memory
 from engine.runtime.kernels.autotune import Timer
 from engine.runtime.reference.delta_net import StepStates
+from engine.runtime.step.protocols import Ahead
 from engine.runtime.step.states import States
 
 SMALL_BUCKETS: Final = (1, 2, 4)
@@ -58,6 +65,9 @@ STAGES: Final = 3
 """The number of host buffers for the inputs. The device may still read a step's buffer while the next step is
 planned, but not two steps later: the host has collected its results by then."""
 
+DRAFTED_PADDING: Final = (0, 0, -1)
+"""What `Drafted` says of padding: each token is a row, without a mask."""
+
 Output = TypeVar("Output", covariant=True)
 
 
@@ -70,11 +80,20 @@ def batch_buckets(rows_max: int) -> tuple[int, ...]:
     return (*(size for size in sizes if size < rows_max), rows_max)
 
 
+def verify_buckets(tokens_max: int) -> tuple[int, ...]:
+    """The padded numbers of tokens of steps in which rows verify drafts, ascending; the last is `tokens_max`
+    itself. Each is one and a half times the one before at most: fewer than for plain steps, as each takes a
+    graph for every constant of attention, and drafts fill what would be padding
+    (`engine.core.drafts.price`)."""
+    sizes = sorted({size for power in range(1, 16) for size in (2 << power - 1, 3 << power - 1)})
+    return (*(size for size in sizes if size < tokens_max), tokens_max)
+
+
 @dataclass(frozen=True, slots=True)
 class DecodeInputs:
     """The inputs of a decode step, at fixed addresses on the device: [rows] int32 each.
 
-    Both lie in one piece of memory, the lengths behind the slots, and are sent in one copy. Each batch size
+    All lie in one piece of memory, the lengths behind the slots, and are sent in one copy. Each batch size
     has addresses of its own in memory that all sizes share.
     """
 
@@ -82,11 +101,19 @@ class DecodeInputs:
     lengths: Tensor
     """The number of tokens whose keys a row sees, its own included: the position of the new token."""
 
+    ahead: Ahead | None = None
+    """None: no row verifies drafts."""
+
     @staticmethod
-    def within(memory: Tensor, rows: int) -> DecodeInputs:
-        """The inputs of a batch size within `memory`, [at least input_len(rows)] int32 on the device or the
+    def within(memory: Tensor, shape: StepShape) -> DecodeInputs:
+        """The inputs of a step within `memory`, [at least input_len(shape)] int32 on the device or the
         host."""
-        return DecodeInputs(memory[:rows], memory[_aligned(rows) :][:rows])
+        each = _aligned(shape.rows)
+        slots, lengths, *drafted = (memory[at : at + shape.rows] for at in range(0, input_len(shape), each))
+        if not drafted:
+            return DecodeInputs(slots, lengths)
+        before, behind, masked_by = drafted
+        return DecodeInputs(slots, lengths, Ahead(before, behind, masked_by, shape.together))
 
     def bound(self, states: States | None) -> StepStates | None:
         """A model's states, bound to these rows; None where it has none."""
@@ -95,17 +122,58 @@ class DecodeInputs:
         return StepStates(states, (), len(self.slots), self.slots, self.lengths)
 
     @staticmethod
-    def empty(rows: int, device: torch.device) -> DecodeInputs:
-        return DecodeInputs.within(torch.zeros(input_len(rows), dtype=torch.int32, device=device), rows)
+    def empty(rows: int, device: torch.device, together: int = 1) -> DecodeInputs:
+        shape = StepShape(rows, together)
+        return DecodeInputs.within(torch.zeros(input_len(shape), dtype=torch.int32, device=device), shape)
 
 
-def input_len(rows: int) -> int:
-    """The number of elements that `DecodeInputs` of so many rows take."""
-    return 2 * _aligned(rows)
+def verify_shapes(buckets: Sequence[int], together: Sequence[int]) -> list[StepShape]:
+    """The shapes of steps in which rows verify drafts, of these numbers of tokens (`verify_buckets`).
+    `together`: the constants of attention, ascending; a row that needs the next has more tokens than the one
+    before has room for."""
+    least = [2, *(count + 1 for count in together)]
+    return [
+        StepShape(tokens, count)
+        for tokens in buckets
+        for count, lowest in zip(together, least, strict=False)
+        if tokens >= lowest
+    ]
+
+
+def input_len(shape: StepShape) -> int:
+    """The number of elements that `DecodeInputs` of a step take."""
+    return (2 if shape.together == 1 else 5) * _aligned(shape.rows)
 
 
 def _aligned(rows: int) -> int:
     return -(-rows // ALIGNED_ROWS) * ALIGNED_ROWS
+
+
+class Drafted(NamedTuple):
+    """The tokens of a step in which rows verify drafts, on the host: as `Ahead` has them."""
+
+    before: Sequence[int]
+    behind: Sequence[int]
+    masked_by: Sequence[int]
+
+    @property
+    def counts(self) -> list[int]:
+        """The tokens of each row."""
+        return [own + 1 for own, before in zip(self.behind, self.before, strict=True) if not before]
+
+    @property
+    def most(self) -> int:
+        """The most tokens of a row."""
+        return max(self.before) + 1
+
+
+class StepShape(NamedTuple):
+    """What a step is captured for."""
+
+    rows: int
+    """Rows, or tokens where rows verify drafts."""
+    together: int = 1
+    """Tokens of a row at most; 1: no row verifies."""
 
 
 LaunchStep = Callable[[DecodeInputs], Output]
@@ -156,38 +224,48 @@ class DecodeGraphs(Generic[Output]):
         device: torch.device,
         plan: Callable[[Sequence[int]], object] = len,
         overlapping: LaunchStep[Output] | None = None,
+        verified: Sequence[StepShape] = (),
     ) -> None:
         """`buckets`: ascending row counts, as `batch_buckets` gives them. `plan`: the host's part of a step,
         called with the rows' lengths, padding included; without one it does nothing. `overlapping`: the step
-        whose kernels overlap; None where the card has no such launches."""
+        whose kernels overlap; None where the card has no such launches. `verified`: the shapes of steps in
+        which rows verify drafts (`verify_shapes`), which are not overlapped."""
         self._step = step
         self._overlapping = overlapping
         self._plan = plan
         self._padding_slot = padding_slot
         self.buckets: Final = tuple(buckets)
-        size, pinned = input_len(buckets[-1]), device.type == "cuda"
+        self.verified: Final = sorted(verified)
+        shapes = [*map(StepShape, self.buckets), *self.verified]
+        self._shapes: Final = sorted(shapes, reverse=True)
+        size, pinned = max(map(input_len, shapes)), device.type == "cuda"
         self._inputs = torch.zeros(size, dtype=torch.int32, device=device)
         self._staged = [torch.zeros(size, dtype=torch.int32, pin_memory=pinned) for _ in range(STAGES)]
         self._stage = 0
-        self._graphs: dict[int, Captured[Output]] = {}
+        self._graphs: dict[StepShape, Captured[Output]] = {}
         self.overlaps: dict[int, Overlap] = {}
         """The result of each comparison, by bucket."""
 
     def capture(self, device: GraphDevice, progress: Callable[[int, int], None]) -> None:
-        """Capture all buckets, the largest first. `progress` is called with the numbers of graphs done and of
+        """Capture all shapes, the largest first. `progress` is called with the numbers of graphs done and of
         all."""
         assert not self._graphs, "captured twice"
         step = self._step
-        for done, rows in enumerate(reversed(self.buckets)):
-            progress(done, len(self.buckets))
-            self._fill([], [], rows)
-            if rows in self.timed_buckets and device.timer is not None and self._overlapping is not None:
-                found = self._compared(device, rows, self._overlapping, device.timer)
-                self.overlaps[rows], self._graphs[rows] = found
+        for done, shape in enumerate(self._shapes):
+            progress(done, len(self._shapes))
+            self._fill([], [], shape)
+            if shape.together > 1:
+                self._graphs[shape] = self._captured(device, shape, self._step)
+            elif self._is_timed(shape) and device.timer is not None and self._overlapping is not None:
+                found = self._compared(device, shape, self._overlapping, device.timer)
+                self.overlaps[shape.rows], self._graphs[shape] = found
                 step = self._overlapping if found[0] is Overlap.FASTER else self._step
             else:
-                self._graphs[rows] = self._captured(device, rows, step)
-        progress(len(self.buckets), len(self.buckets))
+                self._graphs[shape] = self._captured(device, shape, step)
+        progress(len(self._shapes), len(self._shapes))
+
+    def _is_timed(self, shape: StepShape) -> bool:
+        return shape.rows in self.timed_buckets
 
     @property
     def timed_buckets(self) -> tuple[int, ...]:
@@ -195,17 +273,17 @@ class DecodeGraphs(Generic[Output]):
         *smaller, largest = self.buckets
         return (*(rows for rows in smaller if rows & (rows - 1) == 0), largest)
 
-    def _captured(self, device: GraphDevice, rows: int, step: LaunchStep[Output]) -> Captured[Output]:
-        run = partial(step, DecodeInputs.within(self._inputs, rows))
+    def _captured(self, device: GraphDevice, shape: StepShape, step: LaunchStep[Output]) -> Captured[Output]:
+        run = partial(step, DecodeInputs.within(self._inputs, shape))
         device.warm_up(run)
         return device.capture(run)
 
     def _compared(
-        self, device: GraphDevice, rows: int, overlapping: LaunchStep[Output], timer: Timer
+        self, device: GraphDevice, shape: StepShape, overlapping: LaunchStep[Output], timer: Timer
     ) -> tuple[Overlap, Captured[Output]]:
         """The better of both forms. The other's graph is dropped before the next is captured."""
-        plain = self._captured(device, rows, self._step)
-        run = partial(overlapping, DecodeInputs.within(self._inputs, rows))
+        plain = self._captured(device, shape, self._step)
+        run = partial(overlapping, DecodeInputs.within(self._inputs, shape))
         try:
             device.warm_up(run)
         except RuntimeError as error:
@@ -224,32 +302,63 @@ class DecodeGraphs(Generic[Output]):
         assert 1 <= rows <= self.buckets[-1]
         return self.buckets[bisect_left(self.buckets, rows)]
 
-    def replay(self, slots: Sequence[int], lengths: Sequence[int]) -> Output:
+    def takes(self, rows: int, drafted: Drafted | None = None) -> bool:
+        """True if some shape is for a step of so many rows, or tokens."""
+        return rows <= self.buckets[-1] if drafted is None else self._verifying(rows, drafted) is not None
+
+    def _shape(self, rows: int, drafted: Drafted | None) -> StepShape:
+        shape = StepShape(self.bucket(rows)) if drafted is None else self._verifying(rows, drafted)
+        assert shape is not None, f"{rows} tokens"
+        return shape
+
+    def _verifying(self, tokens: int, drafted: Drafted) -> StepShape | None:
+        """The shape of a step in which rows verify drafts: the smallest, and of these the one whose kernels
+        have the least room."""
+        at = bisect_left(self.verified, StepShape(tokens, drafted.most))
+        return next((shape for shape in self.verified[at:] if shape.together >= drafted.most), None)
+
+    def run(self, slots: Sequence[int], lengths: Sequence[int], drafted: Drafted | None = None) -> Output:
+        """Run a step by its graph, or kernel by kernel where none was captured."""
+        return (self.replay if self._graphs else self.eager)(slots, lengths, drafted)
+
+    def replay(self, slots: Sequence[int], lengths: Sequence[int], drafted: Drafted | None = None) -> Output:
         """Run a step by its graph. The output has a row for each slot, then padding; valid until the next
-        replay."""
-        bucket = self.bucket(len(slots))
-        self._fill(slots, lengths, bucket)
-        graph = self._graphs[bucket]
+        replay. `drafted`: of a step in which rows verify drafts, which has a slot and a length for each of
+        their tokens."""
+        shape = self._shape(len(slots), drafted)
+        self._fill(slots, lengths, shape, drafted)
+        graph = self._graphs[shape]
         graph.replay()
         return graph.output
 
-    def eager(self, slots: Sequence[int], lengths: Sequence[int]) -> Output:
+    def eager(self, slots: Sequence[int], lengths: Sequence[int], drafted: Drafted | None = None) -> Output:
         """Run the same step kernel by kernel."""
-        bucket = self.bucket(len(slots))
-        self._fill(slots, lengths, bucket)
-        return self._step(DecodeInputs.within(self._inputs, bucket))
+        shape = self._shape(len(slots), drafted)
+        self._fill(slots, lengths, shape, drafted)
+        return self._step(DecodeInputs.within(self._inputs, shape))
 
-    def _fill(self, slots: Sequence[int], lengths: Sequence[int], bucket: int) -> None:
+    def _fill(
+        self,
+        slots: Sequence[int],
+        lengths: Sequence[int],
+        shape: StepShape,
+        drafted: Drafted | None = None,
+    ) -> None:
         assert self._padding_slot not in slots
-        padding = bucket - len(slots)
-        rows = [[*slots, *[self._padding_slot] * padding], [*lengths, *[1] * padding]]
-        self._plan(rows[1])
-        staged = self._staged[self._stage][: input_len(bucket)]
+        padding = shape.rows - len(slots)
+        columns = [[*slots, *[self._padding_slot] * padding], [*lengths, *[1] * padding]]
+        self._plan(columns[1])
+        if shape.together > 1:
+            none = Drafted([], [], []) if drafted is None else drafted
+            columns += [
+                [*own, *[filler] * padding] for own, filler in zip(none, DRAFTED_PADDING, strict=True)
+            ]
+        each, length = _aligned(shape.rows), input_len(shape)
+        staged = self._staged[self._stage][:length]
         self._stage = (self._stage + 1) % STAGES
-        there = DecodeInputs.within(staged, bucket)
-        there.slots.copy_(torch.tensor(rows[0], dtype=torch.int32))
-        there.lengths.copy_(torch.tensor(rows[1], dtype=torch.int32))
-        self._inputs[: len(staged)].copy_(staged, non_blocking=True)
+        there = staged.view(-1, each)[:, : shape.rows]
+        there.copy_(torch.tensor(columns, dtype=torch.int32))
+        self._inputs[:length].copy_(staged, non_blocking=True)
 
 
 def _results(graph: Captured[object]) -> list[Tensor]:

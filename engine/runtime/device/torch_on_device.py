@@ -75,7 +75,7 @@ class TorchOnDevice:
         tables, page_size = page_table[slots], cache.geometry.page_size
         pages = tables.gather(1, (positions // page_size)[:, None])[:, 0].long()
         step = StepTokens(tokens[slots, positions].long(), positions, pages, positions % page_size)
-        attend = attention.on_device(tables, inputs.lengths)
+        attend = attention.on_device(tables, inputs.lengths, inputs.ahead)
         return self.hidden(step, cache, attend, inputs.bound(states))
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:

@@ -6,6 +6,7 @@
     compute                   assemble the rows, forward, logits for the tokens that sample, vectors of the
                               prompts that ask for them
     sample                    sampler, log-probabilities, the new tokens into the slots, states.select
+    guess                     the drafts of the model's MTP layer, if it has one
 
 `launch` does all of that; `collect` reads the results. Sampled tokens and the counts of a sequence's history
 go into the slots, where the next step finds them. The host's work per step is proportional to its rows.
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from engine.contract.messages import Plan, RunnerInfo, RunResult, agreed
 from engine.runtime.host.model import PagedModel
+from engine.runtime.host.mtp import Mtp
 from engine.runtime.host.sampler import Draw, sample, sample_ahead
 from engine.runtime.step.batch import PackedBatch, assemble
 from engine.runtime.step.kv_cache import HostPages, KVCache
@@ -49,6 +51,8 @@ class HostRunner:
     """Those that the model keeps by slot, if it has any."""
     pooler: Pooler | None = None
     """Makes vectors of prompts, where the model embeds."""
+    mtp: Mtp | None = None
+    """Guesses drafts, where the model has a layer for them."""
 
     def run(self, plan: Plan) -> RunResult:
         """Launch and collect."""
@@ -74,6 +78,8 @@ class HostRunner:
         vectors = [] if self.pooler is None else self.pooler.vectors(batch, hidden)
         scores = asked_scores(self.model.logits, batch, hidden)
         if not batch.sampled:
+            if self.mtp is not None:
+                self.mtp.after(batch, hidden)
             return Computed(prompt_logprobs=prompt_logprobs, vectors=vectors, scores=scores)
         if plan.drafts:
             tops, tokens, logits = self._sample_ahead(batch, hidden)
@@ -81,7 +87,9 @@ class HostRunner:
             tops = [self.slots.seat(row.slot).sampling.logprobs for row in batch.sampled]
             tokens, logits = self._sample(batch, hidden)
         logprobs = asked_logprobs(logits, tokens, tops, stable_topk)
-        return Computed(tokens, tops, logprobs, prompt_logprobs, vectors, scores)
+        # The guesses are the last, as a head's logits lie where the next ones do.
+        guesses = [] if self.mtp is None else self.mtp.after(batch, hidden)
+        return Computed(tokens, tops, logprobs, prompt_logprobs, vectors, scores, guesses)
 
     def _sample(self, batch: PackedBatch, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """hidden [T, hidden] -> a token per sampling row, [S], and the logits that it was drawn from, [S,

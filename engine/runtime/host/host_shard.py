@@ -18,7 +18,8 @@ from engine.runtime.collective.collective import ALONE, Collective
 from engine.runtime.collective.shard import WHOLE, Shard
 from engine.runtime.host.host_runner import HostRunner
 from engine.runtime.host.model import PagedModel, StatefulModel, TorchModel
-from engine.runtime.host.sampler import Draw
+from engine.runtime.host.mtp import GUESSES_MAX, Mtp, MtpLayer
+from engine.runtime.host.sampler import Draw, draw_by_torch
 from engine.runtime.host.torch_paged import TorchDecode, TorchPrefill
 from engine.runtime.models.spec import DecoderSpec
 from engine.runtime.native.decoder import DRAFTS_MAX, NativeDecoder, built_isas, misfit
@@ -118,7 +119,9 @@ class TorchNetwork:
     @property
     def drafts_max(self) -> int:
         """Of a model without states none: a product of several rows has other last bits than one of a single
-        row, but where it is computed so that it has not (`engine.runtime.reference.exact`)."""
+        row. Computed as it is of a model with states (`engine.runtime.host.exact_attention`), it has not, and
+        attention over 500 tokens takes 2 times as long for one stream, and 10 times as long for 8: more than
+        drafts save."""
         return DRAFTS_MAX if self.config.deltas else 0
 
     def attach(self, cache: KVCache, slots: int, windows: int = 0) -> PagedModel:
@@ -143,13 +146,15 @@ class HostShard:
     """The ranks that share this machine's memory, this one included."""
     pooler: Pooler | None = None
     """Makes vectors of prompts, where the model embeds."""
+    mtp: MtpLayer | None = None
+    """Its MTP layer, if it has one that drafts."""
 
     @property
     def geometry(self) -> KVGeometry:
+        """The MTP layer's keys and values are the last."""
         model = self.model
-        return KVGeometry(
-            len(model.attentions), model.kv_heads, self.config.page_size, model.head_dim, self.dtype
-        )
+        layers = len(model.attentions) + (self.mtp is not None)
+        return KVGeometry(layers, model.kv_heads, self.config.page_size, model.head_dim, self.dtype)
 
     @property
     def states(self) -> StateGeometry:
@@ -173,7 +178,7 @@ class HostShard:
         return page_count(config, self.model, *sizes, available_bytes, states, snapshots, windows)
 
     def info(self, pages: int) -> RunnerInfo:
-        arithmetic = self.network.arithmetic
+        arithmetic = self.network.arithmetic + ("" if self.mtp is None else ", MTP")
         info = untimed_info(
             self.config, self.model, self.geometry, self.dtype, self.max_model_len, pages, arithmetic
         )
@@ -189,12 +194,18 @@ class HostShard:
             state_places=places,
             drafts_max=drafts_max,
             state_windows=windows,
+            guesses_max=min(GUESSES_MAX, drafts_max) if self.mtp is not None else 0,
             vector_len=0 if self.pooler is None else self.pooler.vector_len,
         )
 
     def build(self, info: RunnerInfo, progress: Progress) -> HostRunner:
         cache = KVCache(self.geometry, info.pages)
-        model = self.network.attach(cache, info.slots, info.state_windows)
+        own = slice(len(self.model.attentions))
+        model = self.network.attach(cache.part(own), info.slots, info.state_windows)
+        slots = HostSlots(info.slots, info.max_model_len, info.page_size, info.vocab_size)
+        draw, mtp = self.network.draw, None
+        if self.mtp is not None:
+            mtp = Mtp(self.mtp, cache.part(slice(own.stop, None)), slots, model.logits, draw or draw_by_torch)
         states = model.states if isinstance(model, StatefulModel | NativeDecoder) else None
         if states is not None:
             states.reserve(info.state_places)
@@ -204,10 +215,11 @@ class HostShard:
             model=model,
             cache=cache,
             host=HostPages(cache, info.host_pages),
-            slots=HostSlots(info.slots, info.max_model_len, info.page_size, info.vocab_size),
-            draw=self.network.draw,
+            slots=slots,
+            draw=draw,
             states=states,
             pooler=self.pooler,
+            mtp=mtp,
         )
 
 
@@ -230,7 +242,11 @@ def load_shard(config: RunnerConfig, progress: Progress, ranks: Collective = ALO
     pooler = None
     if (embedder := embedder_of(config)) is not None:
         pooler = Pooler.load(embedder, Path(config.model), model.hidden_size)
-    loaded = HostShard(config, shard.of(model), dtype, max_model_len, network, ranks.neighbours, pooler)
+    mtp = None
+    if model.mtp is not None and network.drafts_max:
+        mtp = MtpLayer(model, source, ranks)
+        progress("drafting by the model's MTP layer")
+    loaded = HostShard(config, shard.of(model), dtype, max_model_len, network, ranks.neighbours, pooler, mtp)
     if config.max_drafts and not loaded.drafts_max:
         progress("verifying no drafts: by torch, bits would differ")
     return loaded

@@ -19,13 +19,20 @@ beyond. That leaves tens or hundreds of 152k tokens, and most chunks need not be
 beyond `NEAR`, which no likely distribution does, take all tokens. Where more than `GATHERED_MAX` are left, as
 of flat logits, they are not searched one by one but sorted in runs (`ordering.py`).
 
-Four launches, all but the last spread over (row, chunk of the vocabulary):
+**Drafts.** The tokens of a row that verifies are sampled as if the drafts before them were known, each by its
+own position: those drafts lie in the sequence's tokens, and are added to its counts where a row has
+penalties. `choose` puts each token in the place of the draft that it is compared with, and `settle` counts
+those that stay: all before which every draft is right. The others lie behind the sequence's end, as wherever
+a step leaves something there, and are overwritten.
+
+Four launches, all but the last spread over (row, chunk of the vocabulary), and a fifth where rows verify:
 
     measure   edits the rows that ask for it; maximum, soundness, log-sum-exp of each chunk
     weigh     the mass of each chunk; where top-k or top-p cut, what is near
     order     where many tokens are near, sorts them in runs
     choose    a program per row: greedy, by chunks, or among candidates; log-probability; counts; stores the
               token where the next step finds it
+    settle    a program per token: counts it if it stays
 
 Logits come in the model's type and are left as they are: rows that ask for edits are sampled from a copy in
 float32, which the first kernel makes and edits. All others need none.
@@ -93,6 +100,10 @@ def measure_kernel(
     held_until,
     masks,
     are_masked,
+    drafts,
+    masked_by,
+    known,
+    known_width,
     best,
     raw_best,
     raw_sum,
@@ -118,12 +129,23 @@ def measure_kernel(
     looks_back = _looks_back(penalties + slot * 3)
     bias_count = tl.load(biases + slot)
     stop_count = tl.where(position < tl.load(held_until + slot), tl.load(stops + slot), 0)
-    is_masked = tl.load(are_masked + slot) > 0
+    mask, drafts_before = slot, 0
+    if drafts is None:
+        is_masked = tl.load(are_masked + slot) > 0
+    else:
+        mask, drafts_before = tl.load(masked_by + row).to(tl.int64), tl.load(drafts + row)
+        is_masked = mask >= 0
     is_edited = looks_back | (bias_count > 0) | (stop_count > 0) | is_masked
     if chunk == 0:
         tl.store(are_edited + row, is_edited.to(tl.int32))
     if looks_back:
-        x = _bounded(_penalised(x, ids, inside, penalties + slot * 3, counts + slot * 2 * vocab, vocab))
+        output = tl.load(counts + slot * 2 * vocab + ids, mask=inside, other=0)
+        if drafts is not None:
+            newest = known + slot * known_width + position
+            for back in range(1, drafts_before + 1):
+                output += (ids == tl.load(newest - back)).to(tl.int32)
+        prompt = tl.load(counts + (slot * 2 + 1) * vocab + ids, mask=inside, other=0)
+        x = _bounded(_penalised(x, output, prompt, penalties + slot * 3))
     target = edited + row * vocab
     if is_edited:
         tl.store(target + ids, x, mask=inside)
@@ -142,7 +164,7 @@ def measure_kernel(
         tl.debug_barrier()
         x = tl.load(target + ids, mask=inside, other=float("-inf"))
     if is_masked:
-        words = tl.load(masks + slot * tl.cdiv(vocab, 32) + ids // 32, mask=inside, other=0)
+        words = tl.load(masks + mask * tl.cdiv(vocab, 32) + ids // 32, mask=inside, other=0)
         allowed = ((words >> (ids % 32)) & 1) > 0
         x = tl.where(inside & (allowed == 0), -_FLOAT_MAX, tl.where(inside, tl.maximum(x, _ALLOWED_MIN), x))
         tl.store(target + ids, x, mask=inside)
@@ -159,11 +181,10 @@ def _bounded(x):
 
 
 @triton.jit
-def _penalised(x, ids, inside, penalties, counts, vocab):
-    """The penalised logits, in the CPU's order of operations: repetition, frequency, presence."""
+def _penalised(x, output, prompt, penalties):
+    """The penalised logits, in the CPU's order of operations: repetition, frequency, presence. `output` and
+    `prompt`: how often each token is in them."""
     repetition = tl.load(penalties)
-    output = tl.load(counts + ids, mask=inside, other=0)
-    prompt = tl.load(counts + vocab + ids, mask=inside, other=0)
     punished = tl.where(x > 0, x / repetition, x * repetition)
     x = tl.where((output > 0) | (prompt > 0), punished, x)
     x -= tl.load(penalties + 1) * output.to(tl.float32)
@@ -241,6 +262,7 @@ def choose_kernel(
     logprobs,
     known,
     known_width,
+    agreed,
     vocab,
     CANDIDATE_BLOCK: tl.constexpr,
     GATHERED_MAX: tl.constexpr,
@@ -291,10 +313,33 @@ def choose_kernel(
     chosen = tl.load(logits + row * vocab + tl.maximum(token, 0)).to(tl.float32)
     tl.store(logprobs + row, chosen - raw_top - tl.log(total))
     tl.store(tokens + row, tl.where(sound, token, _FAILURE).to(tl.int64))
-    tl.store(known + slot * known_width + position, tl.where(sound, token, 0))
-    if _looks_back(penalties + slot * 3) & sound:
-        seen = counts + slot * 2 * vocab + token
+    newest = known + slot * known_width + position
+    if agreed is None:
+        _count(counts + slot * 2 * vocab + token, _looks_back(penalties + slot * 3) & sound)
+    else:
+        tl.store(agreed + row, (sound & (tl.load(newest) == token)).to(tl.int32))
+    tl.store(newest, tl.where(sound, token, 0))
+
+
+@triton.jit
+def _count(seen, is_counted):
+    if is_counted:
         tl.store(seen, tl.load(seen) + 1)
+
+
+@triton.jit
+def settle_kernel(slots, drafts, tokens, agreed, penalties, counts, vocab, PDL: tl.constexpr):
+    """Count the tokens that stay in rows with penalties: those that no wrong draft is before."""
+    wait_for_earlier(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + row).to(tl.int64)
+    if _looks_back(penalties + slot * 3):
+        token = tl.load(tokens + row)
+        stays = token >= 0
+        for back in range(1, tl.load(drafts + row) + 1):
+            stays = stays & (tl.load(agreed + row - back) > 0)
+        if stays:
+            tl.atomic_add(counts + slot * 2 * vocab + token, 1)
 
 
 @triton.jit

@@ -120,7 +120,8 @@ def _nearest(fields: Mapping[str, Any]) -> str:
     fewest = min(map(len, unknown.values()))
     nearest = [name for name, keys in unknown.items() if len(keys) == fewest]
     lacks = f", but for {', '.join(unknown[nearest[0]])}" if fewest else ""
-    return f"nearest are {', '.join(nearest[:NEAREST_SHOWN_MAX])}, which know its keys{lacks}"
+    told = "is {}, which knows" if len(nearest) == 1 else "are {}, which know"
+    return f"nearest {told.format(', '.join(nearest[:NEAREST_SHOWN_MAX]))} its keys{lacks}"
 
 
 def _family(fields: Mapping[str, Any], *, embeds: bool) -> Family:

@@ -7,7 +7,7 @@ differs, and `decoder` puts the description together.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, ClassVar, Final
 
 import msgspec
@@ -47,11 +47,6 @@ def _not_positive(keys: msgspec.Struct, *names: str) -> Iterator[str]:
             yield f"{name} {value} is no positive number"
 
 
-def every(period: int, layers: int) -> list[str]:
-    """Every so many layers one of full attention, the others sliding."""
-    return [SLIDING_ATTENTION if i % period else FULL_ATTENTION for i in range(1, layers + 1)]
-
-
 class DenseKeys(msgspec.Struct, frozen=True, kw_only=True):
     """The keys that all families read. A key that is null means what it means to transformers."""
 
@@ -86,6 +81,8 @@ class DenseKeys(msgspec.Struct, frozen=True, kw_only=True):
     rope_rules: ClassVar[RopeRules] = RopeRules()
     slides: ClassVar[bool] = False
     """True if the family has layers with a window, or may have them."""
+    also_sizes: ClassVar[tuple[str, ...]] = ()
+    """Keys of the family that are numbers of elements, as those above."""
     also_kinds: ClassVar[tuple[str, ...]] = ()
     """Other names in `layer_types` that the family understands."""
 
@@ -116,6 +113,12 @@ class DenseKeys(msgspec.Struct, frozen=True, kw_only=True):
         silent = FULL_ATTENTION if self.window is None else SLIDING_ATTENTION
         return self.layer_types or [silent] * self.num_hidden_layers
 
+    def every(self, period: int, other: str = SLIDING_ATTENTION) -> list[str]:
+        """Each layer's kind, where without `layer_types` every so many are of full attention, between
+        others."""
+        numbers = range(1, self.num_hidden_layers + 1)
+        return self.layer_types or [other if i % period else FULL_ATTENTION for i in numbers]
+
     @property
     def act(self) -> str:
         named: str = getattr(self, self.act_key)
@@ -139,23 +142,32 @@ class DenseKeys(msgspec.Struct, frozen=True, kw_only=True):
 
     def attention(self, kind: str, **options: Any) -> Attention:
         """`options`: fields of the description that differ."""
-        plain = {
+        has_bias = getattr(self, "attention_bias", False)
+        plain: dict[str, Any] = {
             "scale": self.scale,
             "rope": self.rope(kind),
             "window": self.window if kind == SLIDING_ATTENTION else None,
+            "bias": has_bias,
+            "out_bias": has_bias,
         }
         return Attention(self.num_attention_heads, self.kv_heads, self.width, **(plain | options))
 
     def mlp(self, **options: Any) -> Mlp:
         """`options`: fields of the description that differ."""
         plain: dict[str, Any] = {"inner": self.intermediate_size, "act": ACTIVATIONS[self.act]}
+        plain |= {"bias": getattr(self, "mlp_bias", False)}
         return Mlp(**(plain | options))
+
+    def layers(self, norms: Any = "before", mlp: Mlp | None = None, **options: Any) -> Iterator[Layer]:
+        """`options`: fields of the description of attention that differ."""
+        for kind in self.kinds:
+            yield Layer(self.attention(kind, **options), self.mlp() if mlp is None else mlp, norms)
 
     def norm(self, **options: Any) -> NormSpec:
         """`options`: fields of the description that differ."""
         return NormSpec(getattr(self, self.eps_key), **options)
 
-    def decoder(self, architecture: str, layers: Iterator[Layer], **options: Any) -> DecoderSpec:
+    def decoder(self, architecture: str, layers: Iterable[Layer], **options: Any) -> DecoderSpec:
         """`options`: fields of the description that differ."""
         plain: dict[str, Any] = {
             "norm": self.norm(),
@@ -191,7 +203,7 @@ class DenseKeys(msgspec.Struct, frozen=True, kw_only=True):
         if wrong := [*_not_positive(self, self.eps_key, *self.positives)]:
             yield from wrong
             return
-        misfits = [name for name in _SIZES if not 1 <= getattr(self, name) <= SIZE_MAX]
+        misfits = [name for name in (*_SIZES, *self.also_sizes) if not 1 <= getattr(self, name) <= SIZE_MAX]
         if misfits:
             yield f"{', '.join(misfits)} must be at least 1, and no more than {SIZE_MAX}"
             return
@@ -212,6 +224,8 @@ class DenseKeys(msgspec.Struct, frozen=True, kw_only=True):
             return
         if self.layer_types is not None and len(self.layer_types) != self.num_hidden_layers:
             yield f"layer_types has {len(self.layer_types)} entries for {self.num_hidden_layers} layers"
+        if self.also_kinds and FULL_ATTENTION not in self.kinds:
+            yield f"layers without {FULL_ATTENTION} among them are not supported"
         if self.window is not None and self.window < WINDOW_MIN:
             yield f"sliding_window must be at least {WINDOW_MIN}"
         if self.window is None and self.slides and SLIDING_ATTENTION in self.kinds:

@@ -23,8 +23,8 @@ from engine.runtime.models.spec import Attention, DecoderSpec, DeltaNet, Layer, 
 
 NESTED: Final = (Layer, Attention, DeltaNet, Mlp, NormSpec, Rope)
 """The values that are looked into."""
-NO_ARITHMETIC: Final = frozenset({"architecture", "names", "unread"})
-"""Fields that change nothing that is computed."""
+NO_ARITHMETIC: Final = frozenset({"architecture", "mtp", "names", "unread"})
+"""Fields that change no token."""
 AT_LOAD: Final = frozenset(
     {"rope.part", "rope.interleaved", "norm.offset", "attention.rope none"}
     | {f"rope.scaling {name}" for name in ("Linear", "Llama3", "Yarn", "Longrope")}

@@ -217,6 +217,8 @@ class Names:
     delta_rate: str = "linear_attn.A_log"
     delta_step_bias: str = "linear_attn.dt_bias"
     delta_norm: str = "linear_attn.norm.weight"
+    mtp: str = "mtp"
+    """What the names of the MTP layer's parameters begin with."""
     foreign: tuple[str, ...] = ()
     """What names of tensors begin with that the text model has nothing to do with."""
 
@@ -250,6 +252,9 @@ class DecoderSpec:
     """c: logits become c * tanh(logits / c)."""
     fp8: Fp8Scheme | None = None
     """The checkpoint's scheme for matrices in fp8. None: all are stored in a plain type."""
+    mtp: Layer | None = None
+    """The layer that guesses the token behind the next one (`engine.runtime.reference.mtp`). No token depends
+    on it."""
     names: Names = Names()
     unread: tuple[str, ...] = ()
     """Keys of config.json that are ignored, and are not known to have no effect, for the log."""
@@ -267,6 +272,20 @@ class DecoderSpec:
     def deltas(self) -> tuple[DeltaNet, ...]:
         """Those of the layers that have a state instead, in their order."""
         return tuple(own.attention for own in self.layers if isinstance(own.attention, DeltaNet))
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        """Each layer's number among `attentions`, or among `deltas`."""
+        kinds = [type(own.attention) for own in self.layers]
+        return tuple(kinds[:at].count(kind) for at, kind in enumerate(kinds))
+
+    @property
+    def mtp_body(self) -> DecoderSpec:
+        """The MTP layer as a decoder of one layer, with a last norm of its own."""
+        assert self.mtp is not None
+        at = self.names.mtp
+        names = replace(self.names, layers=f"{at}.layers", final_norm=f"{at}.norm.weight")
+        return replace(self, layers=(self.mtp,), mtp=None, names=names)
 
     @property
     def attention(self) -> Attention:

@@ -118,6 +118,7 @@ class Decoder final : public Model {
   static constexpr int64_t ROWS = 96;  // of x, which a panel meets while both are cached
   static constexpr int64_t ROWS_MAX = ROWS + (BY_TILES<E> ? ROWS_AT_ONCE<E> : 0);  // see begin_of
   static constexpr int64_t ITEM_BYTES = 256 << 10, WRITTEN_TOKENS = 16;
+  static constexpr int64_t WIDENED_ROWS_MIN = 2 * TILE_ROWS;  // fewer are a matter of reading the weights
 
  public:
   Decoder(const PenstockShape& shape, int threads)
@@ -419,7 +420,9 @@ class Decoder final : public Model {
     const int64_t fair = std::max<int64_t>(1, w.panels / (4 * pool_.threads()));
     const int64_t group = std::min(fair, std::max<int64_t>(1, ITEM_BYTES / w.panel_bytes(per_word)));
     const int64_t groups = (w.panels + group - 1) / group;
+    const bool widens = E::APART && !in_bytes(w) && tokens > WIDENED_ROWS_MIN;
     if (in_bytes(w)) quantise(x, tokens, w.words * per_word);
+    if (widens) widen(x, tokens, w.words * per_word);
     pool_.each(blocks * groups, [&](int worker, int64_t item) {
       const int64_t block = item % blocks, first = begin_of(block, blocks, tokens);
       const int64_t rows = begin_of(block + 1, blocks, tokens) - first;
@@ -430,6 +433,9 @@ class Decoder final : public Model {
         if (in_bytes(w)) {
           const uint8_t* quads = w.quantised.get() + panel * w.panel_bytes(per_word);
           multiply_int8(quants_, first, rows, reinterpret_cast<const uint32_t*>(quads), y);
+        } else if (widens) {
+          const uint32_t* words = w.weights.get() + panel * w.words * PANEL;
+          multiply_widened(widened_.get() + first * w.words * per_word, rows, words, w.words, y, unit);
         } else {
           const uint32_t* a = reinterpret_cast<const uint32_t*>(x) + first * w.words;
           multiply_panel<E>(w, panel, a, rows, y, panels_[worker].get(), unit);
@@ -448,6 +454,13 @@ class Decoder final : public Model {
   void quantise(const T* x, int64_t tokens, int64_t columns) {
     quants_.reserve(tokens, columns);
     each_of(tokens, [&](int64_t token) { quants_.set<E>(token, x + token * columns); });
+  }
+
+  void widen(const T* x, int64_t tokens, int64_t columns) {
+    widened_.reserve(tokens * columns);
+    each_of(tokens, [&](int64_t token) {
+      for (int64_t i = token * columns; i < (token + 1) * columns; ++i) widened_.get()[i] = E::widen(x[i]);
+    });
   }
 
   // Blocks are of one size: a last one of a few rows would read the weights for little. A matrix unit takes so
@@ -619,6 +632,7 @@ class Decoder final : public Model {
   std::vector<Span> rows_, written_, attended_spans_;
   Buffer<float> x_, qkv_, added_;
   Buffer<T> normed_, q_, attended_, gated_;
+  Buffer<float> widened_;  // what is multiplied, where that is worth it
   Buffer<T> inputs_;  // of delta nets, as the three below: what is convolved
   Buffer<float> gates_, convolved_, recalled_;
   Quants quants_;  // what is multiplied with int8

@@ -31,6 +31,7 @@ from engine.runtime.step.states import StateGeometry, States
 from engine.runtime.weights.checkpoint import WeightSource
 from engine.runtime.weights.parameters import (
     DeltaRole,
+    DeltaWeights,
     Matrix,
     NormRole,
     final_norm,
@@ -494,11 +495,9 @@ class NativeDecoder:
         for place, norm in own.norms.items():
             self._set_vector(layer, place, norm.read(source))
         if own.delta:
-            read = {role: each.read(source) for role, each in own.delta.items()}
-            read[DeltaRole.CONV] = read[DeltaRole.CONV][:, 0].T
-            read[DeltaRole.RATE] = read[DeltaRole.RATE].exp()
-            for part, values in read.items():
-                self._set_vector(layer, part, values)
+            read = DeltaWeights.read(own.delta, source)
+            for part in DeltaRole:
+                self._set_vector(layer, part, getattr(read, part.value))
 
     def _set_linear(self, layer: int, role: Matrix | None, weight: Tensor, bias: Tensor | None) -> None:
         assert weight.dtype == self._dtype

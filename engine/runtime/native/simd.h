@@ -130,6 +130,7 @@ inline vf whole(const int8_t* from) {
 struct Fp32 {
   using T = float;
   static constexpr int PER_WORD = 1;
+  static constexpr bool APART = false;
   static vf widen_lanes(const T* from) { return load<vf>(from); }
   static vf dot(vf sum, vu a, vu b) { return sum + (vf)a * (vf)b; }
   static void narrow(T* to, vf x) { store(to, x); }
@@ -142,6 +143,11 @@ struct Fp32 {
 struct Bf16 {
   using T = uint16_t;
   static constexpr int PER_WORD = 2;
+#if defined(__AVX512BF16__)
+  static constexpr bool APART = false;
+#else
+  static constexpr bool APART = true;  // the two products of a word are taken one by one, after widening both sides
+#endif
   static vf dot(vf sum, vu a, vu b) {
 #if defined(__AVX512BF16__)
     return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);

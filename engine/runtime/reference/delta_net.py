@@ -24,6 +24,7 @@ from engine.runtime.models.spec import DeltaNet
 from engine.runtime.reference.exact import sigmoid, silu, softplus
 from engine.runtime.step.batch import Row
 from engine.runtime.step.states import States
+from engine.runtime.weights.parameters import DeltaWeights
 
 LENGTH_EPS: Final = 1e-6
 """What is added to the squares of queries and keys before they are divided by their length."""
@@ -104,13 +105,7 @@ class TorchDeltaNet:
     """One layer's parameters, as a rank holds them."""
 
     spec: DeltaNet
-    conv: Tensor
-    """[kernel, channels] float32"""
-    rate: Tensor
-    """[Hv] float32"""
-    step_bias: Tensor
-    norm: Tensor
-    """[Dv] float32"""
+    weights: DeltaWeights
     eps: float
 
     def __call__(self, x: Tensor, step: StepStates, place: int) -> Tensor:
@@ -123,11 +118,11 @@ class TorchDeltaNet:
         shared = own.value_heads // own.key_heads
         q, k = (_of_length_one(part.view(len(x), -1, own.key_dim)) for part in (q, k))
         q, k = (part.repeat_interleave(shared, dim=1) for part in (q / own.key_dim**0.5, k))
-        kept = (-self.rate * softplus(a.float() + self.step_bias)).exp()
+        kept = (-self.weights.rate * softplus(a.float() + self.weights.step_bias)).exp()
         v = v.reshape(len(x), own.value_heads, own.value_dim)
         out = _recurred(_Tokens(q, k, v, kept, sigmoid(b)), step, step.states.heads[place])
         normed = F.rms_norm(out.to(x.dtype).float(), (own.value_dim,), None, self.eps).to(x.dtype)
-        normed = (normed.float() * self.norm).to(x.dtype)
+        normed = (normed.float() * self.weights.norm).to(x.dtype)
         gate = silu(z.float()).view(normed.shape)
         return (normed.float() * gate).to(x.dtype).flatten(1)
 
@@ -148,7 +143,7 @@ class TorchDeltaNet:
 
     def _summed(self, known: Tensor, count: int) -> Tensor:
         """The convolution of the last `count` of known inputs, [tokens, ..., channels]."""
-        taps = (known[at : at + count].float() * self.conv[at] for at in range(self.spec.kernel))
+        taps = (known[at : at + count].float() * self.weights.conv[at] for at in range(self.spec.kernel))
         total = next(taps)
         for tap in taps:
             total = total + tap

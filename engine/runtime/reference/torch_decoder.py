@@ -33,7 +33,6 @@ from engine.runtime.reference.layers import PackedLinear, layer_norm, rms_norm, 
 from engine.runtime.weights.checkpoint import WeightSource
 from engine.runtime.weights.parameters import (
     DeltaWeights,
-    LayerParameters,
     Matrix,
     NormRole,
     final_norm,
@@ -86,44 +85,27 @@ class _Layer:
     delta: TorchDeltaNet | None
 
 
-class TorchDecoder:
-    """The weights and the forward pass, without state between calls. H and Hkv count the rank's own heads."""
+class TorchLayers:
+    """The weights of a decoder's layers and of its last norm, without state between calls. H and Hkv count
+    the rank's own heads."""
 
     def __init__(self, config: DecoderSpec, source: WeightSource, ranks: Collective = ALONE) -> None:
         """`config` describes the whole model; the rank's part of it is read."""
-        assert self.implements(config) is None
         self.ranks: Final = ranks
         self.config: Final = ranks.shard.of(config)
         """The model as this rank computes it."""
         self._is_exact: Final = bool(config.deltas)
         """True if a token's result has the same bits in any company (`engine.runtime.reference.exact`)."""
         self._rotary = {rope: Rotary(rope, config.head_dim, config.context_len) for rope in config.ropes}
-        self.embedding: Final = read_embedding(config, source)
         self._layers = [self._load(config, source, index) for index in range(len(config.layers))]
         self._norm_of = NORMS[config.norm.kind]
         self._norm = final_norm(config).read(source)
-        # Tied weights are kept twice on CPU, once to look rows up and once laid out for the multiplication.
-        head = read_lm_head(config, source, ranks.shard, self.embedding)
-        self._lm_head = PackedLinear(head, exact=self._is_exact)
 
-    @staticmethod
-    def implements(config: DecoderSpec) -> str | None:
-        """Why this network does not compute the model, whatever its sizes; None where it does."""
-        return lacking(config, IMPLEMENTED)
-
-    def forward(
-        self,
-        token_ids: Tensor,
-        positions: Tensor,
-        attention: StepAttention,
-        states: StepStates | None = None,
+    def through(
+        self, x: Tensor, positions: Tensor, attention: StepAttention, states: StepStates | None = None
     ) -> Tensor:
-        """token_ids and positions [T] -> final hidden states [T, hidden], normed. `states`: of a model that
-        has them."""
-        config = self.config
-        x = F.embedding(token_ids, self.embedding)
-        if config.embed_scale != 1.0:
-            x = x * torch.tensor(config.embed_scale, dtype=x.dtype, device=x.device)
+        """x [T, hidden] and positions [T] -> final hidden states [T, hidden], normed. `states`: of a model
+        that has them."""
         angles = {rope: own.angles(positions, x.dtype) for rope, own in self._rotary.items()}
         for layer in self._layers:
             normed = self._normed(layer, NormRole.ATTENTION, x)
@@ -142,16 +124,16 @@ class TorchDecoder:
                 layer.matrices[Matrix.DOWN](self._activated(layer.spec.mlp, inner)),
                 NormRole.MLP_POST,
             )
-        return self._norm_of(x, self._norm, config.norm.eps)
+        return self._norm_of(x, self._norm, self.config.norm.eps)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[S, hidden] -> [S, vocab], float32."""
-        config = self.config
-        logits = self.ranks.all_gather(self._lm_head(hidden))[:, : config.vocab_size].float()
-        if config.logit_scale != 1.0:
-            logits = logits * config.logit_scale
-        cap = config.logit_softcap
-        return logits if cap is None else (logits / cap).tanh() * cap
+    def first_keys(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """x [T, hidden] -> the keys and values [T, Hkv, D] of the first layer, which attends."""
+        layer = self._layers[0]
+        own = layer.spec.attention
+        assert isinstance(own, Attention)
+        angles = {own.rope: self._rotary[own.rope].angles(positions, x.dtype)}
+        _, k, v, _ = self._qkv(layer, own, self._normed(layer, NormRole.ATTENTION, x), angles)
+        return k, v
 
     def _normed(self, layer: _Layer, role: NormRole, x: Tensor) -> Tensor:
         return self._norm_of(x, layer.norms[role], self.config.norm.eps) if role in layer.norms else x
@@ -219,10 +201,10 @@ class TorchDecoder:
             for role, each in own.matrices.items()
         }
         norms = {role: each.read(source) for role, each in own.norms.items()}
-        before = [type(layer.attention) for layer in config.layers[:index]]
-        attention, place = share.attention, before.count(type(share.attention))
+        attention, place = share.attention, config.places[index]
         if isinstance(attention, DeltaNet):
-            delta = _delta_net(attention, own, source, config.norm.eps)
+            read = DeltaWeights.read(own.delta, source)
+            delta = TorchDeltaNet(attention, read, config.norm.eps)
             return _Layer(share, matrices, norms, None, place, delta)
         qk_norm = norms.pop(NormRole.QK, None)
         if qk_norm is not None and attention.qk_norm != "width":
@@ -240,9 +222,45 @@ class TorchDecoder:
         return act(gate) * up
 
 
-def _delta_net(own: DeltaNet, parameters: LayerParameters, source: WeightSource, eps: float) -> TorchDeltaNet:
-    read = DeltaWeights.read(parameters.delta, source)
-    return TorchDeltaNet(own, read.conv, read.rate, read.step_bias, read.norm, eps)
+class TorchDecoder(TorchLayers):
+    """The weights and the forward pass, without state between calls."""
+
+    def __init__(self, config: DecoderSpec, source: WeightSource, ranks: Collective = ALONE) -> None:
+        """`config` describes the whole model; the rank's part of it is read."""
+        assert self.implements(config) is None
+        super().__init__(config, source, ranks)
+        self.embedding: Final = read_embedding(config, source)
+        # Tied weights are kept twice on CPU, once to look rows up and once laid out for the multiplication.
+        head = read_lm_head(config, source, ranks.shard, self.embedding)
+        self._lm_head = PackedLinear(head, exact=self._is_exact)
+
+    @staticmethod
+    def implements(config: DecoderSpec) -> str | None:
+        """Why this network does not compute the model, whatever its sizes; None where it does."""
+        return lacking(config, IMPLEMENTED)
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        attention: StepAttention,
+        states: StepStates | None = None,
+    ) -> Tensor:
+        """token_ids and positions [T] -> final hidden states [T, hidden], normed. `states`: of a model that
+        has them."""
+        x = F.embedding(token_ids, self.embedding)
+        if self.config.embed_scale != 1.0:
+            x = x * torch.tensor(self.config.embed_scale, dtype=x.dtype, device=x.device)
+        return self.through(x, positions, attention, states)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[S, hidden] -> [S, vocab], float32."""
+        config = self.config
+        logits = self.ranks.all_gather(self._lm_head(hidden))[:, : config.vocab_size].float()
+        if config.logit_scale != 1.0:
+            logits = logits * config.logit_scale
+        cap = config.logit_softcap
+        return logits if cap is None else (logits / cap).tanh() * cap
 
 
 def tempers(tempering: Tempering, positions: Tensor) -> Tensor:

@@ -109,10 +109,11 @@ class RunnerConfig:
     """Keep the KV cache of ended sequences, so that a prompt is not computed again where it begins as another
     did. On unless --no-prefix-cache is given."""
     max_drafts: Annotated[int, Meta(ge=0, le=15), Unit("tokens")] = 15
-    """The most tokens that are guessed for a stream from what its prompt and answer hold already, and
-    verified in one step with its next one. The tokens are the same; a step guesses as many as pay by its
-    learned cost. On a GPU none is, nor by torch's kernels, unless the model
-    has states. 0: none."""
+    """The most tokens that are guessed for a stream, from what its prompt and answer hold already or, on a
+    CPU, by the model's own MTP layer, and verified in one step with its next one. The tokens are the same; a
+    step guesses as many as pay by its learned cost. On a GPU none is of a model that has states, and on a CPU
+    by torch's kernels none of others. On a GPU graphs and memory for it are set aside at the start. 0:
+    none."""
 
     def __post_init__(self) -> None:
         if problems := problems_of(self) or list(self.contradictions()):

@@ -38,7 +38,7 @@ from engine.runtime.models.spec import DecoderSpec, Longrope
 from engine.runtime.setup.hardware import available_memory_bytes, multiplies_bf16, usable_cores
 from engine.runtime.setup.model_errors import BadRunnerConfig, UnsupportedModel
 from engine.runtime.setup.runner_config import RunnerConfig
-from engine.runtime.start.step_timing import time_steps
+from engine.runtime.start.step_timing import time_guesses, time_steps
 from engine.runtime.step.kv_cache import HostPages, KVGeometry, host_page_count
 from engine.runtime.step.states import States
 from engine.runtime.weights.checkpoint import Checkpoint, Inspection, checkpoint_files
@@ -165,12 +165,14 @@ def start(
     progress("warming up")
     warm_up(runner)
     timed_steps = time_steps(runner, config.max_step_tokens)
+    guess_share = time_guesses(runner)
     page_copy_s, warmed_s = own.host.measure(), time.monotonic()
     runner.info = msgspec.structs.replace(
         info,
         warmup_s=warmed_s - loaded_s,
         page_copy_s=page_copy_s,
         timed_steps=timed_steps,
+        guess_share=guess_share,
         state_copy_s=0.0 if own.states is None else own.states.measure(),
     )
     return runner
@@ -282,9 +284,12 @@ def checked_checkpoint(
     ModelError.
 
     The files' headers are checked first: no tensor is read from a checkpoint that does not match. A head of
-    its own beside `tie_word_embeddings` is used unless it equals the embedding, as in transformers 5.
+    its own beside `tie_word_embeddings` is used unless it equals the embedding, as in transformers 5. An MTP
+    layer is left out where nothing is drafted, on a GPU, and where the files lack it, as many fine-tunes' do.
     """
     files = checkpoint_files(Path(config.model), progress)
+    drafts_by_mtp = config.max_drafts > 0 and device is None and f"{model.names.mtp}.fc.weight" in files
+    model = replace(model, mtp=model.mtp if drafts_by_mtp else None)
     if (embedder := embedder_of(config)) is not None and not embedder.generates:
         model = _headless(model, files)
         inspection = Inspection(files, dtype, model.fp8, model.names.foreign)

@@ -3,6 +3,7 @@
     chunks     one behind the other: what a token takes, and what the context before it adds to that
     a tail     a few tokens behind all of these: what reading the context takes
     decodes    one behind them, one behind a short context, and several of these
+    guesses    decodes with guesses of the model's MTP layer, if it has one, and without
 
 The shapes are chosen to tell the coefficients of `engine.core.estimate.cost` apart. The chunks go on until
 CONTEXT_LEN tokens or TIMING_S seconds; the tail and the decodes follow wherever they stopped. On a large
@@ -12,6 +13,7 @@ model and a slow machine that is the first chunk, a shorter one.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
@@ -55,6 +57,17 @@ def time_steps(runner: Timed, step_tokens_max: int) -> tuple[TimedStep, ...]:
     return _Timing(runner, context_len, step_tokens_max).run()
 
 
+def time_guesses(runner: Timed) -> float:
+    """The time of a guess of the model's MTP layer, as a part of a decode's; 0.0 without such a layer, and
+    where the context is too short to tell."""
+    info = runner.info
+    steps = 2 * ROUNDS
+    known_len = min(SHORT_LEN, info.max_model_len, info.pages * info.page_size) - steps - info.guesses_max
+    if not info.guesses_max or known_len < 1:
+        return 0.0
+    return _Timing(runner, 0, 1).guess_share(known_len, steps)
+
+
 @dataclass(slots=True)
 class _Timing:
     runner: Timed
@@ -95,13 +108,26 @@ class _Timing:
         self._leave(len(positions))
         self.steps.append(min(timed, key=lambda step: step.seconds))
 
-    def _seat(self, known_lens: list[int]) -> None:
+    def guess_share(self, known_len: int, steps: int) -> float:
+        """Of decodes behind so many tokens, with guesses and without in turn, the part that a guess adds."""
+        most = self.runner.info.guesses_max
+        self._seat([known_len], steps + most)
+        timed: dict[int, list[float]] = {0: [], most: []}
+        for step in range(steps):
+            number = most * (step % 2)
+            self._time([known_len - 1 + step], [1], Want.SAMPLE, [number] if number else [])
+            timed[number].append(self.steps.pop().seconds)
+        self._leave(1)
+        plain_s, guessing_s = map(min, timed.values())
+        return max(0.0, guessing_s / plain_s - 1.0) / most
+
+    def _seat(self, known_lens: list[int], beyond: int = ROUNDS) -> None:
         """Seat a sequence of so many known tokens in each of the first slots. They share pages."""
         info = self.runner.info
         seated, grown = [], []
         for slot, known_len in enumerate(known_lens):
             seated.append(SlotAssignment.of(slot, [0] * known_len, known_len, SAMPLING))
-            grown.append((slot, list(range(-(-(known_len + ROUNDS) // info.page_size)))))
+            grown.append((slot, list(range(-(-(known_len + beyond) // info.page_size)))))
         self._plans += 1
         self.runner.run(Plan(self._plans, [], seated, grown, [], [], [], []))
 
@@ -109,10 +135,13 @@ class _Timing:
         self._plans += 1
         self.runner.run(Plan(self._plans, list(range(slots)), [], [], [], [], [], []))
 
-    def _time(self, positions: list[int], lengths: list[int], want: Want) -> None:
+    def _time(
+        self, positions: list[int], lengths: list[int], want: Want, guesses: Sequence[int] = ()
+    ) -> None:
         self._plans += 1
         rows = len(positions)
-        plan = Plan(self._plans, [], [], [], list(range(rows)), positions, lengths, [want] * rows)
+        wants, asked = [want] * rows, list(guesses)
+        plan = Plan(self._plans, [], [], [], list(range(rows)), positions, lengths, wants, guesses=asked)
         began_s = time.perf_counter()
         self.runner.run(plan)
         self.steps.append(TimedStep(positions, lengths, time.perf_counter() - began_s))

@@ -65,7 +65,7 @@ class PackedBatch:
     @cached_property
     def token_ids(self) -> Tensor:
         """[T] int64"""
-        return self.slots.tokens[self._token_slots, self.positions].long()
+        return self.slots.tokens[self.token_slots, self.positions].long()
 
     @cached_property
     def positions(self) -> Tensor:
@@ -83,7 +83,7 @@ class PackedBatch:
     def places(self) -> TokenPlaces:
         size = self.slots.page_size
         return TokenPlaces(
-            pages=self.slots.page_table[self._token_slots, self.positions // size].long(),
+            pages=self.slots.page_table[self.token_slots, self.positions // size].long(),
             offsets=self.positions % size,
             begun_pages=self._begun_pages(),
         )
@@ -103,7 +103,7 @@ class PackedBatch:
         return torch.repeat_interleave(torch.tensor(self.plan.lengths), output_size=self.tokens)
 
     @cached_property
-    def _token_slots(self) -> Tensor:
+    def token_slots(self) -> Tensor:
         """[T] int64"""
         return torch.tensor(self.plan.slots)[self._row_of]
 

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
@@ -100,9 +100,11 @@ class KVCache:
         pages: int,
         scales: Sequence[tuple[float, float]] | None = None,
         device: torch.device | None = None,
+        pool: Tensor | None = None,
     ) -> None:
         """`scales`: per layer, the factors of stored keys and of stored values; None: 1. `device`: the pool's
-        device; None is torch's default."""
+        device; None is torch's default. `pool`: that of a cache which these layers are a part of; None: it is
+        allocated."""
         self.geometry: Final = geometry
         self.pages: Final = pages
         self.scales: Final = [(1.0, 1.0)] * geometry.layers if scales is None else list(scales)
@@ -111,9 +113,20 @@ class KVCache:
         mask what they load, some libraries' do not."""
         shape = (pages, geometry.kv_heads, geometry.page_size, geometry.head_dim)
         # Uninitialised: the system hands out memory as pages are first written.
-        self.pool: Final = torch.empty(2, geometry.layers, *shape, dtype=geometry.dtype, device=device)
+        self.pool: Final = (
+            torch.empty(2, geometry.layers, *shape, dtype=geometry.dtype, device=device)
+            if pool is None
+            else pool
+        )
         self.keys: Final = list(self.pool[0])
         self.values: Final = list(self.pool[1])
+
+    def part(self, layers: slice) -> KVCache:
+        """Some of the layers, over the same memory."""
+        pool = self.pool[:, layers]
+        return KVCache(
+            replace(self.geometry, layers=pool.shape[1]), self.pages, self.scales[layers], pool=pool
+        )
 
     def write(self, layer: int, k: Tensor, v: Tensor, places: TokenPlaces) -> None:
         """Store a step's keys and values, [T, Hkv, D] each."""

@@ -114,7 +114,7 @@ class Pooler:
             assert (seat.gathered is None) is (row.start == 0)
             seat.gathered = _added(seat.gathered, hidden)
         elif self.mode == "cls" and row.start == 0:
-            seat.gathered = hidden[0].float()
+            seat.gathered = hidden[0].float().clone()  # no view that keeps the step's states
         elif self.mode == "lasttoken" and row.end == seat.prompt_len:
             seat.gathered = hidden[-1].float()
 

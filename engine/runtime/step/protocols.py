@@ -48,6 +48,25 @@ class AttentionSpec:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """The tokens of a step in which rows verify drafts: those of one row side by side, [T] int32 each, on the
+    device. A row that only decodes is one of a single token."""
+
+    before: Tensor
+    """The number of drafts of its row before the token, which are not known yet."""
+    behind: Tensor
+    """The number of those behind it."""
+    masked_by: Tensor
+    """The place of its mask among those of all slots (`engine.runtime.device.device_sampling`); -1: none."""
+    most: int
+    """The tokens of a row at most: a constant of kernels."""
+
+    def first(self, tokens: int) -> Ahead:
+        """The first tokens, whole rows."""
+        return Ahead(self.before[:tokens], self.behind[:tokens], self.masked_by[:tokens], self.most)
+
+
 class DecodeRows(Protocol):
     """A step's rows of one token, bound to their lengths and page tables."""
 
@@ -112,6 +131,12 @@ class PrefillPages(Protocol):
 class DecodePages(Protocol):
     """A decode back end that reads the cache alone, and can be captured."""
 
+    @property
+    def together(self) -> Sequence[int]:
+        """The numbers of tokens of one row that it can compute together, each by a kernel of its own,
+        ascending; empty: each token is a row to it, which reads its keys by itself."""
+        ...
+
     def prepare(self, batch: PackedBatch, tables: Tensor | None = None) -> DecodeRows:
         """Bind a step that is launched kernel by kernel. `tables`: the decode rows' page tables, where they
         are on the device already."""
@@ -122,7 +147,8 @@ class DecodePages(Protocol):
         replay. `lengths`: keys per row, padding rows included."""
         ...
 
-    def on_device(self, tables: Tensor, lengths: Tensor) -> DecodeRows:
+    def on_device(self, tables: Tensor, lengths: Tensor, ahead: Ahead | None = None) -> DecodeRows:
         """Bind a step that launches only and reads nothing back. tables [R, P], lengths [R] int32, on the
-        device."""
+        device. `ahead`: of a step in which rows verify drafts; each of their tokens has a table and a
+        length."""
         ...

@@ -59,6 +59,8 @@ class Computed:
     """Per slot, its prompt's vector, float32."""
     scores: Sequence[ScoreColumns] = ()
     """Those of the tokens that were asked for behind prompts, in pieces."""
+    guesses: Sequence[Sequence[int]] = ()
+    """Per sampled row, what was guessed behind its newest token; empty where none was asked for."""
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> Computed:
         return Computed(
@@ -68,6 +70,7 @@ class Computed:
             [(slot, [piece.moved(move) for piece in pieces]) for slot, pieces in self.prompt_logprobs],
             [(slot, move(vector)) for slot, vector in self.vectors],
             [piece.moved(move) for piece in self.scores],
+            self.guesses,
         )
 
     def collect(self) -> RunResult:
@@ -81,6 +84,7 @@ class Computed:
             ],
             vectors=[(slot, _packed(vector)) for slot, vector in self.vectors],
             scores=[entry for piece in self.scores for entry in piece.entries()],
+            guesses=[list(own) for own in self.guesses],
         )
 
 

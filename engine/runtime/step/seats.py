@@ -159,7 +159,8 @@ class HostSlots(Seats):
 
     def __post_init__(self) -> None:
         Seats.__post_init__(self)
-        self.tokens = torch.zeros(self.slots, self.max_model_len, dtype=torch.int32)
+        # Behind the longest sequence's last token is one to look up, too: that which follows it.
+        self.tokens = torch.zeros(self.slots, self.max_model_len + 1, dtype=torch.int32)
         self.page_table = torch.zeros(self.slots, self.pages_per_sequence, dtype=torch.int32)
         self.columns = SamplingColumns.empty(self.slots, self.vocab_size)
 

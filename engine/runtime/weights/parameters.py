@@ -352,9 +352,40 @@ def read_lm_head(decoder: DecoderSpec, source: WeightSource, shard: Shard, embed
     return F.pad(head, (0, 0, 0, missing)) if missing else head
 
 
+@dataclass(frozen=True, slots=True)
+class MtpParameters:
+    """What the MTP layer has before it: the norms of the next token's embedding and of the hidden state, and
+    the matrix that makes one of both."""
+
+    embedding_norm: NormParameters
+    hidden_norm: NormParameters
+    matrix: LinearParameters
+
+    @staticmethod
+    def of(decoder: DecoderSpec) -> MtpParameters:
+        at, hidden = decoder.names.mtp, decoder.hidden_size
+
+        def norm(name: str) -> NormParameters:
+            return NormParameters((f"{at}.{name}.weight",), (hidden,), decoder.norm.offset, TensorPart())
+
+        matrix = LinearParameters((f"{at}.fc",), (hidden,), 2 * hidden, bias=False, part=TensorPart())
+        return MtpParameters(norm("pre_fc_norm_embedding"), norm("pre_fc_norm_hidden"), matrix)
+
+
 def read_all(decoder: DecoderSpec, source: WeightSource) -> None:
     """Ask `source` for every parameter of the model, once and whole."""
     embedding = read_embedding(decoder, source)
+    _read_layers(decoder, source)
+    read_lm_head(decoder, source, WHOLE, embedding)
+    if decoder.mtp is not None:
+        before = MtpParameters.of(decoder)
+        for each in (before.embedding_norm, before.hidden_norm, before.matrix):
+            each.read(source)
+        _read_layers(decoder.mtp_body, source)
+
+
+def _read_layers(decoder: DecoderSpec, source: WeightSource) -> None:
+    """Ask for those of all layers, and of the last norm."""
     for index in range(len(decoder.layers)):
         own = layer_parameters(decoder, index)
         for matrix in own.matrices.values():
@@ -364,4 +395,3 @@ def read_all(decoder: DecoderSpec, source: WeightSource) -> None:
         for other in own.delta.values():
             other.read(source)
     final_norm(decoder).read(source)
-    read_lm_head(decoder, source, WHOLE, embedding)

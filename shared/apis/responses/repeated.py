@@ -15,6 +15,9 @@ from shared.apis.responses.answer import ResponseObject, outline
 from shared.apis.responses.request import ResponsesRequest
 from shared.apis.responses.tools import Called
 
+COPIES: Final = 5
+"""The copies of what an answer repeats: as it is held, and in the two events that open a stream, before and
+after they are put together."""
 _object: Final = msgspec.json.Decoder(dict[str, Raw]).decode
 _objects: Final = msgspec.json.Decoder(list[dict[str, Raw]]).decode
 _NULL: Final = Raw(b"null")
@@ -36,7 +39,7 @@ class RepeatedRequest(Struct, frozen=True):
     tells_summary: bool
     tells_encrypted: bool
     held_len: int
-    """Bytes that it holds."""
+    """The most bytes that it takes at any time."""
 
 
 def repeated(request: ResponsesRequest, fields: Mapping[str, Raw]) -> RepeatedRequest:
@@ -62,7 +65,7 @@ def repeated(request: ResponsesRequest, fields: Mapping[str, Raw]) -> RepeatedRe
         request.offers.called,
         request.tells_summary,
         request.tells_encrypted,
-        sum(map(len, sent.values())),
+        COPIES * sum(map(len, sent.values())),
     )
 
 

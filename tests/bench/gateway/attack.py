@@ -19,6 +19,7 @@ BODY_LEN: Final = 8 * MIB - KIB
 CHATS: Final = "/v1/chat/completions"
 COMPLETIONS: Final = "/v1/completions"
 RESPONSES: Final = "/v1/responses"
+EMBEDDINGS: Final = "/v1/embeddings"
 PLAIN_ID: Final = 50
 """A token id that every vocabulary has."""
 
@@ -125,6 +126,10 @@ def completion(**fields: object) -> Body:
 
 def response(**fields: object) -> Body:
     return partial(encoded, {"model": MODEL, "input": "Go on.", "ignore_eos": True, **fields})
+
+
+def embedding(**fields: object) -> Body:
+    return partial(encoded, {"model": MODEL, **fields})
 
 
 def encoded(fields: Mapping[str, object]) -> bytes:

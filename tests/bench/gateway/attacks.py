@@ -14,9 +14,11 @@ from __future__ import annotations
 from functools import partial
 from typing import Final
 
+from shared.apis.embeddings import INPUTS_MAX
 from tests.bench.gateway.attack import (
     CHATS,
     COMPLETION_HEAD,
+    EMBEDDINGS,
     MIB,
     MODEL,
     PLAIN_ID,
@@ -29,6 +31,7 @@ from tests.bench.gateway.attack import (
     Who,
     chat,
     completion,
+    embedding,
     encoded,
     padded,
     response,
@@ -386,6 +389,23 @@ def _seats() -> list[Attack]:
     ]
 
 
+def _vectors() -> list[Attack]:
+    """Many inputs, of which a step computes a few, and the answers to them."""
+    law, served, path = Law.SEATS, frozenset({200, 503}), EMBEDDINGS
+    short = embedding(input=[[PLAIN_ID + i % 900] for i in range(INPUTS_MAX)], encoding_format="float")
+    left = embedding(input=[[PLAIN_ID + i] * 64 for i in range(400)])
+    ids = embedding(input=[[PLAIN_ID + i] * 64 for i in range(120)])
+    texts = embedding(input=["the water in the pipe turns the wheel " * 8] * 200)
+    long = embedding(input=[[PLAIN_ID + i] * 2000 for i in range(20)])
+    return [
+        Attack("2,048 vectors as numbers", Law.LOOPS, short, path, count=2),
+        Attack("left before its vectors are made", Law.CHARGES, left, path, ends=Ends.ON_CUE),
+        Attack("120 inputs of vectors", law, ids, path, 4, 4, statuses=served, ends=Ends.ON_CUE),
+        Attack("200 texts of vectors", law, texts, path, 4, 4, statuses=served, ends=Ends.ON_CUE),
+        Attack("20 inputs of 2,000 tokens", law, long, path, 4, 4, statuses=served, ends=Ends.ON_CUE),
+    ]
+
+
 def _charges() -> list[Attack]:
     """Ways to leave with more than was paid for."""
     law, path = Law.CHARGES, CHATS
@@ -588,6 +608,7 @@ ATTACKS: Final = (
     *(*_loops(), *_steps()),
     *(*_threads(), *_grammars()),
     *_seats(),
+    *_vectors(),
     *(*_charges(), *_more_charges()),
     *(*_pages(), *_haste()),
     *_replicas(),

@@ -41,6 +41,7 @@ STEP_TOKENS: Final = 2048
 ENGINE_OPTIONS: Final = (
     *("--served-model-name", MODEL),
     *("--dtype", "float32"),
+    *("--embeddings", "mean"),
     *("--threads", "1"),
     *("--kv-cache-memory", str(KV_CACHE)),
     *("--swap-memory", "0"),

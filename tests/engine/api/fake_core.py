@@ -30,6 +30,7 @@ from engine.contract.messages import (
     StopCore,
     TokenLogprobs,
 )
+from engine.contract.packing import TOKEN_LEN
 from engine.core.queue.newcomers import AddSequence, sequences_of
 
 Script = Callable[[AddSequence], list[int]]
@@ -65,6 +66,10 @@ class FakeCore:
         """`is_silent`: it starts, and never says that it is ready."""
         self.script = script
         self.info = RunnerInfo(pages, page_size, 8, max_model_len, vocab_size, "float32", 0.1, 0.1)
+        self.scores: Callable[[AddSequence], list[float]] = lambda add: [
+            -1.0 - at for at in range(len(add.sampling.scored) // TOKEN_LEN)
+        ]
+        """The log-probabilities of the tokens that a sequence has scored."""
         self.info = msgspec.structs.replace(self.info, vector_len=vector_len)
         self.is_silent = is_silent
         self.is_held = False
@@ -207,6 +212,7 @@ class FakeCore:
             started=started,
             finished=[],
             stats=self._stats(),
+            scores=[(row.add.handle, self.scores(row.add)) for row in rows if row.add.sampling.scored],
             vectors=[
                 (row.add.handle, vector_of(row.add.prompt_ids, length))
                 for row in rows

@@ -138,6 +138,21 @@ async def test_calls_of_a_family(serve: Serve, family: str) -> None:
         served.assert_nothing_leaks()
 
 
+async def test_qwen3_5_calls_out_of_its_thoughts(serve: Serve) -> None:
+    """Its template opens them; they end where a call begins, closed or not."""
+    calls = SCRIPTS["qwen3-coder"].removeprefix("Let me see.\n")
+    messages: Any = [*MESSAGES, {"role": "assistant", "content": "<think>\n"}]
+    body = {"continue_final_message": True, "add_generation_prompt": False}
+    for ended in ("", "</think>\n\n"):
+        async with serve(answer_format="qwen3.5", core=ROOM) as served:
+            served.says(f"Hm, Oslo.\n{ended}{calls}")
+            [message], reasons, _ = await both(served, messages=messages, extra_body=body)
+            assert [(name, json.loads(arguments)) for name, arguments in calls_of(message)] == CALLS
+            assert message.model_dump()["reasoning_content"] == "Hm, Oslo."
+            assert not message.content
+            assert reasons == ["tool_calls"]
+
+
 async def test_reasoning_has_both_of_its_names_and_is_counted(served: Served) -> None:
     served.says(THINKING)
     [message], reasons, tokens = await both(served)

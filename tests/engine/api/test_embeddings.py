@@ -53,8 +53,8 @@ def write_embedder(directory: Path, **config: Any) -> Path:
     return directory
 
 
-def ask(served: Served, input: Any, **fields: Any) -> Any:
-    return served.http.post(PATH, json={"model": MODEL, "input": input, **fields})
+def ask(served: Served, given: Any, **fields: Any) -> Any:
+    return served.http.post(PATH, json={"model": MODEL, "input": given, **fields})
 
 
 def vectors(answer: httpx.Response) -> list[list[float]]:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import pty
 import signal
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator, MutableMapping
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +23,7 @@ from engine.config import EngineConfig
 from shared.process.exit_codes import ExitCode
 from tests.engine.api.conftest import MODEL, PATIENCE_S, Serve
 from tests.engine.api.fake_core import FakeCore
+from tests.services import ROOT
 
 
 async def problem(serve: Serve, **settings: Any) -> str:
@@ -34,6 +38,30 @@ async def test_a_port_that_is_taken_is_named_with_its_option(serve: Serve) -> No
         port = taken.getsockname()[1]
         told = await problem(serve, port=port)
     assert told == f"cannot listen on 127.0.0.1:{port}: Address already in use; choose another with --port"
+
+
+async def test_somebody_is_told_why_it_does_not_start(tmp_path: Path) -> None:
+    def resolve(_: str) -> Path:
+        raise StartFailed("there is no such model")
+
+    told: list[str] = []
+    config = EngineConfig(model=str(tmp_path), port=0)
+    assert await serve(config, resolve, lambda *_: FakeCore(lambda _: []), told.append) is ExitCode.FAILED
+    assert told == ["there is no such model"]
+
+
+def test_a_terminals_last_line_is_a_sentence(tmp_path: Path) -> None:
+    terminal, theirs = pty.openpty()
+    command = [sys.executable, "-m", "engine", "serve", "--model", str(tmp_path / "none"), "--port", "0"]
+    try:
+        done = subprocess.run(command, stdout=theirs, stderr=theirs, cwd=ROOT)
+        *_, last = os.read(terminal, 65_536).decode().splitlines()
+    finally:
+        os.close(terminal)
+        os.close(theirs)
+    assert done.returncode == ExitCode.FAILED
+    assert last.startswith("penstock engine: ")
+    assert str(tmp_path / "none") in last
 
 
 @pytest.mark.parametrize(

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors import safe_open
 
-from tests.bench import against, against_llama_cpp, against_vllm
+from engine.runtime.models.decoder_config import parse_model_config
+from engine.runtime.weights.parameters import read_all
+from tests.bench import against, against_llama_cpp
 from tests.bench.against import Other, Piece, compare, show
 from tests.bench.figures import at_least
-from tests.bench.gguf_model import gguf_name
-from tests.bench.models import SHAPES, make_model
+from tests.bench.gguf_model import gguf_name, of_hybrid
+from tests.bench.models import SHAPES, _config, _Hybrid, make_model
 
 STAND_IN = """
 import json, sys
@@ -30,17 +35,19 @@ def test_every_tensor_of_a_random_model_has_a_name_of_its_own_in_gguf(tmp_path: 
     assert "blk.2.attn_q_norm.weight" in names
 
 
-def test_the_last_load_of_each_model_is_the_one_whose_memory_is_measured() -> None:
-    for name, loads in against_vllm.LOADS.items():
-        pieces = against_vllm.pieces_of(name)
-        assert [piece.streams for piece in pieces] == [*loads, 1]
-        assert [piece.rows for piece in pieces][-2:] == [["load", "memory"], ["beside"]]
-
-
-def test_long_rows_of_a_large_model_are_measured_less_often() -> None:
-    assert against_llama_cpp.turns_of("474M", 32, 2000) == (1, 1)
-    assert against_llama_cpp.turns_of("29M", 8, 2000) == (2, 1)
-    assert against_llama_cpp.turns_of("29M", 8, 200) == (3, 2)
+def test_every_tensor_of_a_hybrid_model_has_a_name_of_its_own_in_gguf() -> None:
+    small = replace(SHAPES["qwen3.5-0.8B"], vocab=300, hidden=32, layers=4, intermediate=32)
+    model = parse_model_config(json.dumps(_config(small, 0, 64)).encode())
+    source = _Hybrid()
+    read_all(model, source)
+    names = [gguf_name(name, is_hybrid=True) for name in source.tensors]
+    assert len(set(names)) == len(names) == 2 + 3 * 14 + 11
+    assert {"blk.0.ssm_a", "blk.0.ssm_dt.bias", "blk.2.ssm_conv1d.weight", "blk.3.attn_q.weight"} < {*names}
+    filters = "model.layers.0.linear_attn.conv1d.weight"
+    assert of_hybrid(filters, source.tensors[filters]).shape == (3 * 16 * 128, 4)
+    assert of_hybrid("a.A_log", torch.zeros(2)).tolist() == [-1, -1]
+    assert of_hybrid("a.input_layernorm.weight", torch.zeros(2)).tolist() == [1, 1]
+    assert of_hybrid("a.linear_attn.norm.weight", torch.ones(2)).tolist() == [1, 1]
 
 
 def test_no_row_begins_after_the_limit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -70,6 +70,8 @@ class Harness:
         fill_s: Callable[[int], float] = lambda handle: 0.0,
         state_bytes: int = 0,
         state_places: int = 0,
+        guesses_max: int = 0,
+        guess_share: float = 0.01,
         **settings: Any,
     ) -> None:
         config = SchedulerConfig(
@@ -85,7 +87,13 @@ class Harness:
             pages=pages, page_size=page_size, slots=slots, max_model_len=max_model_len, host_pages=host_pages
         )
         info = msgspec.structs.replace(
-            info, timed_steps=timed_steps, state_bytes=state_bytes, state_places=state_places
+            info,
+            timed_steps=timed_steps,
+            state_bytes=state_bytes,
+            state_places=state_places,
+            drafts_max=guesses_max,
+            guesses_max=guesses_max,
+            guess_share=guess_share,
         )
         self.now = 100.0
         grammars = self.grammars = FakeGrammars(lambda: self.now, info.vocab_size, fill_s)

@@ -9,17 +9,28 @@ from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, cast
 from unittest import mock
 
 import pytest
 
 from engine.config import EngineConfig
-from engine.contract.messages import ServiceClass, agreed
+from engine.contract.messages import ServiceClass, Want, agreed
 from engine.core.drafts.drafter import Drafts, NGramDrafts, Proposal
+from engine.core.drafts.guesses import GuessDrafts
 from engine.core.drafts.ngrams import LEVELS, NGrams
 from engine.core.drafts.prediction import WALK_MAX, Places, PredictionDrafts
-from engine.core.drafts.price import FORCED, PREDICTED, Acceptance, Offer, Why, lengths_that_pay
+from engine.core.drafts.price import (
+    FORCED,
+    GUESSED,
+    PREDICTED,
+    Acceptance,
+    Offer,
+    Why,
+    lengths_by_shape,
+    lengths_that_pay,
+)
 from engine.core.estimate import pace
 from engine.core.estimate.cost import CostLearner, StepCost, Work
 from engine.core.scheduler_config import SchedulerConfig
@@ -36,6 +47,7 @@ from tests.bench.engine.virtual import (
     tokens_per_second,
 )
 from tests.effort import IS_WHOLE
+from tests.engine.core.harness import Harness, greedy, knowing
 from tests.engine.core.sequences import sequence
 from tests.fake_runner import runner_info
 
@@ -399,6 +411,148 @@ def test_drafts_keep_to_what_is_spare() -> None:
     assert lengths_that_pay(offers, 2, 0.1, 1.0, 100)[1] == 3
 
 
+SHAPES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+
+
+def padded_to(tokens: int) -> int:
+    return next((shape for shape in SHAPES if shape >= tokens), tokens)
+
+
+@pytest.mark.parametrize("chance", [0.95, 0.7, 0.4])
+@pytest.mark.parametrize("rows", [1, 3, 8, 30, 33])
+def test_a_step_that_is_padded_has_the_best_count_of_all(rows: int, chance: float) -> None:
+    """By its padded time, of all lengths that rows of one chance may have."""
+    row_s, step_s = 1e-4, 2e-3
+    offers = [Offer(chance, 7, row_s)] * rows
+
+    def rate(drafts: int) -> float:
+        gained = sum(chance ** (at // rows + 1) for at in range(drafts))
+        padding = padded_to(rows + drafts) - rows if drafts else 0
+        return (rows + gained) / (step_s + row_s * padding)
+
+    lengths = lengths_by_shape(offers, rows, step_s, math.inf, 1 << 20, SHAPES)
+    assert rate(sum(lengths)) == pytest.approx(max(rate(drafts) for drafts in range(7 * rows + 1)))
+    assert max(lengths) - min(lengths) <= 1
+    few = lengths_by_shape(offers, rows, step_s, 5.5 * row_s, 6, SHAPES)
+    assert padded_to(rows + sum(few)) - rows <= 5 or not sum(few)
+
+
+def test_a_shape_is_filled_and_the_next_not_begun_for_little() -> None:
+    offers = [Offer(0.6, 15, 1e-4)] * 2
+    # the third draft of each pays by itself, if eight tokens are what a step takes anyway
+    assert sum(lengths_by_shape(offers, 2, 1e-3, math.inf, 99, (8, 32))) == 6
+    assert sum(lengths_that_pay(offers, 2, 1e-3, math.inf, 99)) < 6
+    assert lengths_by_shape([Offer(0.1, 15, 1e-4, is_probe=True)], 1, 1e-3, math.inf, 99, (2, 32)) == [1]
+    assert lengths_by_shape([Offer(0.0, 15, 1e-4)], 1, 1e-3, math.inf, 99, (2, 32)) == [0]
+
+
+# -- beside steps in flight -----------------------------------------------------------------------
+
+
+class Known:
+    """Implements `Drafts`: finds as many tokens, of one chance."""
+
+    size = read_len = 0
+    pause = 4
+    has_read = True
+
+    def __init__(self, chance: float, found: int) -> None:
+        self.chance, self.found, self.passed = chance, found, 0
+
+    def look(self, tokens: array[int], most: int, read_max: int) -> Proposal | None:
+        return Proposal([7] * min(most, self.found), self.chance, 0) if self.found else None
+
+    def forced(self) -> Proposal:
+        return Proposal([], self.chance, 0)
+
+    def take(self, draft: Proposal) -> None: ...
+
+    def pass_over(self) -> None:
+        self.passed += 1
+
+    def learn(self, drafts: int, right: int) -> int:
+        return 0
+
+
+ROW_S, STREAM_STEP_S = 1e-5, 4e-3
+
+
+def streaming(
+    chances: list[tuple[float, int]], host_s: float
+) -> tuple[Drafting, list[Sequence], list[Known]]:
+    """Streams with a token that is coming, of which each finds so many drafts of a chance."""
+    learner = CostLearner()
+    learner._cost = StepCost(row_s=ROW_S, fixed_s=STREAM_STEP_S)
+    drafters = [Known(*own) for own in chances]
+    streams = []
+    for handle in range(len(chances)):
+        each = sequence(handle, 0.0)
+        each.sampling = greedy(64)
+        each.admit(handle, [handle], 99, 0.0)
+        each.launch(1, 1, Want.SAMPLE)
+        each.drafts_from = 0
+        streams.append(each)
+    allocator = cast(Allocator, SimpleNamespace(running=dict(enumerate(streams))))
+    config = SchedulerConfig(gap_targets_s=(1.0, 1.0, 1.0))
+    by_handle = {each.handle: own for each, own in zip(streams, drafters, strict=True)}
+    drafting = Drafting(
+        config, runner_info(), allocator, learner, 15, drafter_of=lambda each: by_handle[each.handle]
+    )
+    drafting.host_s = host_s
+    return drafting, streams, drafters
+
+
+@pytest.mark.parametrize(
+    ("chances", "host_s", "waits"),
+    [
+        ([(0.9, 9)], 4e-4, True),
+        ([(0.9, 9)] * 8, 4e-4, True),
+        ([(0.9, 9)], 4e-2, False),  # the host takes ten steps
+        ([(0.2, 9)], 4e-4, False),
+        ([(0.9, 9)] + [(0.0, 0)] * 15, 4e-4, True),
+        ([(0.9, 9)] + [(0.0, 0)] * 99, 4e-4, False),
+        ([(0.0, 0)], 0.0, False),
+    ],
+)
+def test_a_plan_waits_where_drafts_gain_more_than_the_hosts_time(
+    chances: list[tuple[float, int]], host_s: float, waits: bool
+) -> None:
+    """Who found nothing, or nothing that pays, is looked at again after a pause."""
+    drafting, streams, drafters = streaming(chances, host_s)
+    assert drafting.waits() == waits
+    for each, own in zip(streams, drafters, strict=True):
+        assert (each.drafts_from == 0) == (waits and own.found > 0)
+        assert own.passed == (not waits and own.found > 0)
+    if not waits:
+        assert not drafting.waits(), "nobody is due"
+
+
+def test_a_plan_waits_for_those_that_verify_if_they_are_likely_to_go_on() -> None:
+    drafting, (stream,), _ = streaming([(0.0, 0)], 4e-4)
+    assert not drafting.waits()
+    stream.land(1, Want.SAMPLE)
+    stream.append(3, 0.0)
+    stream.launch(2, 6, Want.VERIFY)
+    stream.draft_chance = 0.9
+    assert drafting.waits()
+    stream.draft_chance = 0.05
+    assert not drafting.waits()
+
+
+def test_a_stream_with_a_grammar_or_a_reader_that_is_slow_is_not_waited_for() -> None:
+    drafting, (one, other), _ = streaming([(0.9, 9)] * 2, 0.0)
+    one.mask = None
+    other.pause(0.0)
+    assert not drafting.waits()
+
+
+def test_the_hosts_time_is_learned() -> None:
+    drafting, _, _ = streaming([(0.9, 9)], 0.0)
+    for _ in range(200):
+        drafting.note_host(2e-4)
+    assert drafting.host_s == pytest.approx(2e-4, rel=1e-3)
+
+
 # -- neighbours -----------------------------------------------------------------------------------
 
 COST = StepCost(token_s=2e-4, row_s=1e-3, context_s=1e-7, fixed_s=8e-3)
@@ -509,3 +663,68 @@ def test_drafts_keep_to_the_least_gap_target_and_lengthen_a_late_step_by_a_share
     drafting.runner = runner_info(state_bytes=8, drafts_max=15, state_windows=20)
     assert drafting.spare_drafts(104, 4) == 20
     assert drafting.spare_drafts(14, 4) == TOKENS_SHARE * 10
+
+
+# -- guesses of the model's own -------------------------------------------------------------------
+
+
+def guessing(streams: int, **options: Any) -> Harness:
+    """So many streams of 40 tokens, of a model that guesses: mostly rightly, until a fifth of its guesses."""
+    h = Harness(**({"guesses_max": 4, "pages": 400} | options))
+    knowing(h.scheduler, StepCost(row_s=1e-5, fixed_s=1e-2))
+    for handle in range(streams):
+        h.add(handle, [handle, 7, 8, 9], greedy(40, seed=handle + 1))
+    h.run()
+    h.assert_all_as_solo()
+    return h
+
+
+def test_guesses_are_drafts_of_the_next_step() -> None:
+    h = guessing(3)
+    assert len(h.plans) < 25
+    assert sum(sum(plan.guesses) for plan in h.plans) > 100
+    assert all(end.accepted > 0.5 * end.drafted > 10 for end in h.finished.values())
+    asked = [plan for plan in h.plans if plan.guesses]
+    assert all(len(plan.guesses) == len(plan.slots) for plan in asked)
+
+
+def test_what_guesses_cost_decides() -> None:
+    """As a part of a decode: where one takes as long, none is asked for."""
+    none, few, many = (guessing(1, guess_share=share) for share in (1.0, 0.3, 0.01))
+    asked = [sum(sum(plan.guesses) for plan in h.plans) for h in (none, few, many)]
+    assert asked[0] == 0 < asked[1]
+    lengths = [max(map(max, (plan.guesses for plan in h.plans if plan.guesses))) for h in (few, many)]
+    assert lengths[0] < lengths[1] == 4
+
+
+def test_wrong_guesses_are_given_up() -> None:
+    guesser = GuessDrafts(NGramDrafts(64, ()), stops=(3,))
+    tokens = array(TOKENS, [1, 2])
+    for at in range(20):
+        guesser.hear([50, 51], len(tokens))
+        draft = guesser.look(tokens, 4, 64)
+        assert draft is not None
+        guesser.take(draft)
+        guesser.learn(2, 0)
+        tokens.append(at)
+    assert guesser.chance < 0.1
+
+
+def test_guesses_go_before_what_is_likely_less_often_and_end_before_an_end() -> None:
+    guesser = GuessDrafts(NGramDrafts(64, (3,)), stops=(3,))
+    tokens = array(TOKENS, [1, 2, 9, 8, 7, 1, 2])
+    guesser.hear([50, 3, 51], len(tokens))
+    draft = guesser.look(tokens, 4, 64)
+    assert draft is not None
+    assert (draft.tokens, draft.kind) == ([50], GUESSED), "two tokens that match tell less"
+    tokens.append(9)
+    draft = guesser.look(tokens, 4, 64)
+    assert draft is not None
+    assert (draft.tokens, draft.kind) == ([8, 7, 1, 2], 0), "guesses stand behind the tokens of their step"
+    long = array(TOKENS, [*range(10, 19), 40, 41, *range(10, 19)])
+    guesser = GuessDrafts(NGramDrafts(64, ()), stops=())
+    guesser.hear([50], len(long))
+    draft = guesser.look(long, 2, 64)
+    assert draft is not None
+    assert draft.tokens == [40, 41]
+    assert not guesser.asks

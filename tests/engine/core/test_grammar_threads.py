@@ -129,8 +129,7 @@ def test_masks_behind_drafts_are_those_that_the_tokens_themselves_have(
 
 
 def test_the_keys_of_a_schema_are_drafted_and_sure(bell: Bell, vocabulary: Vocabulary) -> None:
-    """The text of a key and what stands around it takes one step, or a few, though nothing was found
-    likely."""
+    """The text of a key and what stands around it takes few steps, though nothing was found likely."""
     properties = {name: {"type": "boolean"} for name in ("description", "available")}
     schema = {"type": "object", "properties": properties, "required": [*properties]}
     compact = {"x-guidance": {"whitespace_flexible": False}, **schema, "additionalProperties": False}

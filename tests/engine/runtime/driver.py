@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from engine.contract.messages import Plan, RunResult, SamplingParams, SlotAssignment, TokenLogprobs, Want
+from engine.contract.messages import (
+    Plan,
+    RunResult,
+    SamplingParams,
+    SlotAssignment,
+    TokenLogprobs,
+    Want,
+    agreed,
+)
 from engine.runtime.host.host_runner import HostRunner
 
 if TYPE_CHECKING:  # it imports Triton, which a CPU's tests do without
@@ -109,8 +117,22 @@ class Driver:
         life.computed = length
         return life
 
-    def step(self, rows: Sequence[tuple[int, int]]) -> RunResult:
-        """Compute so many further tokens of each slot; a row that reaches what is known samples."""
+    def read(self, rows: Sequence[tuple[int, int]]) -> RunResult:
+        """Compute so many further tokens of each slot, and sample none."""
+        return self.step(rows, samples=False)
+
+    def step(
+        self,
+        rows: Sequence[tuple[int, int]],
+        drafts: Mapping[int, Sequence[int]] = {},
+        *,
+        samples: bool = True,
+    ) -> RunResult:
+        """Compute so many further tokens of each slot; a row that reaches what is known samples. `drafts`: by
+        slot, of rows of one token, which verify them."""
+        verified = [(slot, 1 + len(drafts[slot])) for slot, _ in rows if slot in drafts]
+        decodes = [row for row in rows if row[0] not in drafts and row[1] == 1]
+        rows = [*decodes, *verified, *[row for row in rows if row[0] not in drafts and row[1] > 1]]
         size = self.runner.info.page_size
         grown, positions, wants = self._moved, [], []
         for slot, length in rows:
@@ -122,12 +144,18 @@ class Driver:
                 life.pages += pages
                 grown.append((slot, pages))
             positions.append(life.computed)
-            wants.append(Want.SAMPLE if end == len(life.tokens) else Want.NOTHING)
+            if slot in drafts:
+                assert life.computed == len(life.tokens) - 1
+                wants.append(Want.VERIFY)
+                continue
+            wants.append(Want.SAMPLE if samples and end == len(life.tokens) else Want.NOTHING)
             life.computed = end
         slots, lengths = [slot for slot, _ in rows], [length for _, length in rows]
         copies = self._swapped_out, self._swapped_in
         changes = self._left, self._seated, grown
-        plan = Plan(0, *changes, slots, positions, lengths, wants, *copies, forked=self._forked)
+        own_drafts = [list(drafts[slot]) for slot, _ in verified]
+        rest: dict[str, Any] = {"forked": self._forked, "drafts": own_drafts}
+        plan = Plan(0, *changes, slots, positions, lengths, wants, *copies, **rest)
         self._left, self._seated, self._moved = [], [], []
         self._swapped_out, self._swapped_in, self._forked = [], [], []
         result = self.runner.run(plan)
@@ -135,7 +163,7 @@ class Driver:
             self._spoil(set(self._free).intersection(page for page, _ in copies[0]))
             self._spoil_host([page for page, _ in copies[1]])
         self._host_free += [page for page, _ in copies[1]]
-        self._commit([slot for slot, want in zip(slots, wants, strict=True) if want], result)
+        self._commit([slot for slot, want in zip(slots, wants, strict=True) if want], drafts, result)
         return result
 
     def finish(self, slots: Sequence[int], outputs: int, chunk: int = 1 << 20) -> None:
@@ -149,13 +177,44 @@ class Driver:
             prefills = [(s, min(chunk, rest[s])) for s in waiting if rest[s] > 1]
             self.step(decodes + (prefills[:1] if chunk < 1 << 20 else prefills))
 
-    def _commit(self, sampled: Sequence[int], result: RunResult) -> None:
-        assert len(result.tokens) == len(sampled)
-        for i, slot in enumerate(sampled):
-            self.lives[slot].tokens.append(result.tokens[i])
-            entry = result.logprobs[i] if result.logprobs else None
-            if entry is not None:
-                self.lives[slot].logprobs.append(entry)
+    def finish_by(
+        self, answers: Mapping[int, Sequence[int]], right: float, rng: random.Random, *, chunk: int, most: int
+    ) -> int:
+        """Run until each slot has its answer, by drafts of which a share is right: decodes, rows that verify
+        `most` of them at most, then one chunk of one prompt. Returns the number of drafts."""
+        count = 0
+        while True:
+            rows, drafts = [], dict[int, list[int]]()
+            for slot, answer in answers.items():
+                life = self.lives[slot]
+                left, rest = answer[len(life.output) :], len(life.tokens) - life.computed
+                if rest == 1 and left:
+                    rows.append((slot, 1))
+                    own = [
+                        token if rng.random() < right else rng.randrange(self.runner.info.vocab_size)
+                        for token in left[: rng.randint(0, min(most, len(left) - 1))]
+                    ]
+                    drafts |= {slot: own} if own else {}
+                elif rest > 1 and not any(length > 1 for _, length in rows):
+                    rows.append((slot, min(chunk, rest)))
+            if not rows:
+                return count
+            count += sum(map(len, drafts.values()))
+            self.step(rows, drafts)
+
+    def _commit(self, sampled: Sequence[int], drafts: Mapping[int, Sequence[int]], result: RunResult) -> None:
+        assert len(result.tokens) == len(sampled) + sum(map(len, drafts.values()))
+        logprobs = result.logprobs or [None] * len(result.tokens)
+        first = 0
+        for slot in sampled:
+            life, own = self.lives[slot], drafts.get(slot, ())
+            tokens = result.tokens[first : first + len(own) + 1]
+            stays = agreed(own, tokens) + 1
+            life.tokens += tokens[:stays]
+            life.logprobs += [entry for entry in logprobs[first : first + stays] if entry is not None]
+            if slot in drafts:
+                life.computed += stays
+            first += len(tokens)
         for slot, entries in result.prompt_logprobs:
             self.lives[slot].prompt_logprobs += entries
 

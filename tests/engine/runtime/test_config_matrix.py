@@ -53,7 +53,7 @@ from tests.engine.runtime.odd_configs import (
 
 pytestmark = pytest.mark.slow
 
-ODD_COUNTED = effort.drawn(100, whole=250)
+ODD_COUNTED = effort.drawn(60, whole=250)
 """Of each of the four seeds."""
 ODD_DRAWN_MAX = 400
 
@@ -143,7 +143,7 @@ def test_configurations_that_are_easily_misread(
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_key_by_itself_is_as_in_transformers_or_refused(workshop: Workshop, family: str) -> None:
-    every = effort.drawn(3, whole=1)
+    every = effort.drawn(6, whole=1)
     cases = list(singles(family))[FAMILIES.index(family) % every :: every]
     outcomes = Counter(judged(workshop, odd).outcome for odd in cases)
     assert outcomes[Outcome.EQUAL] >= 60 // every, outcomes

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from engine.runtime.models import families
 from engine.runtime.models.decoder_config import parse_model_config, read_model_config
 from engine.runtime.models.families import FAMILIES
 from engine.runtime.models.spec import DecoderSpec, Llama3, Rope
@@ -44,6 +45,11 @@ def rope_of(decoder: DecoderSpec) -> Rope:
     return rope
 
 
+def test_a_family_is_a_description_of_few_lines() -> None:
+    for path in Path(families.__file__).parent.glob("*.py"):
+        assert len(path.read_text().splitlines()) <= 60, path.name
+
+
 def test_an_unknown_family_is_named_beside_the_supported_ones() -> None:
     with pytest.raises(UnsupportedModel) as caught:
         parse("mamba", architectures=["MambaForCausalLM"])
@@ -54,9 +60,9 @@ def test_an_unknown_family_is_named_beside_the_supported_ones() -> None:
 
 def test_an_unknown_family_is_told_what_is_near_and_what_it_has_besides() -> None:
     """Keys that no family knows are pieces that are missing."""
-    with pytest.raises(UnsupportedModel, match=r"nearest are cohere2, .* but for use_qk_norm;"):
+    with pytest.raises(UnsupportedModel, match=r"nearest is cohere2, .* but for use_qk_norm;"):
         parse("cohere", attention_bias=False, logit_scale=0.06, use_qk_norm=False)
-    with pytest.raises(UnsupportedModel, match=r"nearest are gemma3_text, which know its keys;"):
+    with pytest.raises(UnsupportedModel, match=r"nearest is gemma3_text, which knows its keys;"):
         parse("gemma9", query_pre_attn_scalar=256, final_logit_softcapping=None)
     with pytest.raises(UnsupportedModel, match=r"its text_config is qwen3, .* without images"):
         parse("wide", text_config={"model_type": "qwen3"})

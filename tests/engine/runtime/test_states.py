@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from engine.contract.messages import Plan, SamplingParams, SlotAssignment, Want
+from engine.contract.messages import Finished, Plan, SamplingParams, SlotAssignment, Want
 from engine.core.queue.newcomers import AddSequence
 from engine.core.scheduler import Scheduler
 from engine.core.scheduler_config import SchedulerConfig
@@ -204,7 +204,7 @@ def scheduled(runner: HostRunner, rng: random.Random | None = None) -> Scheduler
         every, budget = rng.choice([1, 32, 512]), rng.choice([9, 24, 64])
         config = replace(config, step_tokens_max=budget, prefix_cache=True, state_every_len=every)
     # What steps took while warming up would have drafts pay on some machines, and on others not.
-    return Scheduler(config, msgspec.structs.replace(runner.info, timed_steps=()))
+    return Scheduler(config, msgspec.structs.replace(runner.info, timed_steps=(), guess_share=0.01))
 
 
 def drafting(
@@ -229,6 +229,7 @@ def served(
     added: list[AddSequence],
     rng: random.Random | None = None,
     plans: list[Plan] | None = None,
+    ends: list[Finished] | None = None,
 ) -> Answers:
     """Each sequence's tokens and their log-probabilities, then why it ended; in a history some come later,
     and pause for a while."""
@@ -256,6 +257,8 @@ def served(
             found[handle].append((report.tokens[row], report.logprobs[row]))
         for end in report.finished if report else ():
             found[end.handle].append(end.reason)
+            if ends is not None:
+                ends.append(end)
     assert scheduler.stats().pages_owned == 0
     return found
 

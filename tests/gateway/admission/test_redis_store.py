@@ -12,7 +12,6 @@ from contextlib import AsyncExitStack
 from typing import Final, TypeVar
 
 import pytest
-import uvloop
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
@@ -37,6 +36,7 @@ from shared.wire.ids import KeyId, TenantId
 from tests.fakes import VirtualClock
 from tests.gateway.conftest import until
 from tests.gateway.redis_server import RedisServer, redis_server, redis_store
+from tests.loops import on_both_loops
 from tests.waiting import PATIENCE_S
 
 T = TypeVar("T")
@@ -314,24 +314,17 @@ async def test_a_call_whose_caller_has_given_up_does_nothing(redis: RedisServer)
         assert await admitted(store, 2, who)
 
 
-@pytest.mark.parametrize("loop_factory", [asyncio.new_event_loop, uvloop.new_event_loop])
-def test_an_event_loop_that_was_held_up_is_no_outage(
-    redis: RedisServer, loop_factory: Callable[[], asyncio.AbstractEventLoop]
-) -> None:
+@on_both_loops
+async def test_an_event_loop_that_was_held_up_is_no_outage(redis: RedisServer) -> None:
     """The reply is there when the loop goes on, and its time is that of the server when it was sent."""
-
-    async def held_up() -> None:
-        who = tenant(concurrent=9)
-        async with redis_store(redis, timeout_s=0.15) as store:
-            for i in range(2):
-                call = asyncio.ensure_future(admitted(store, i, who))
-                await asyncio.sleep(0)
-                await asyncio.sleep(0)  # it is sent
-                time.sleep(0.3)  # noqa: ASYNC251 -- a loop that is held up is what this is about
-                assert await call
-
-    with asyncio.Runner(loop_factory=loop_factory) as runner:
-        runner.run(held_up())
+    who = tenant(concurrent=9)
+    async with redis_store(redis, timeout_s=0.15) as store:
+        for i in range(2):
+            call = asyncio.ensure_future(admitted(store, i, who))
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)  # it is sent
+            time.sleep(0.3)  # noqa: ASYNC251 -- a loop that is held up is what this is about
+            assert await call
 
 
 async def test_a_script_that_the_server_has_forgotten_is_sent_again(redis: RedisServer) -> None:

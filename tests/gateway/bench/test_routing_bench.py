@@ -12,7 +12,6 @@ from gateway.routing import policy
 from gateway.routing.maglev import Table
 from gateway.routing.policy import ReplicaChoice, RouteReason, View, nowhere
 from shared.wire.load_report import DEFAULT, LoadReport
-from tests.bench.figures import at_least
 from tests.bench.gateway import routing, routing_live
 from tests.bench.gateway.routing_live import Seen, figures_of
 from tests.bench.gateway.routing_rules import BLIND, RULES
@@ -158,36 +157,6 @@ def test_a_new_replica_is_believed_little_by_little_here_too() -> None:
     assert seen[0] == 4_000
     assert all(before > after for before, after in pairwise(seen))
     assert seen[2] == 0
-
-
-def test_figures_name_the_world_the_rule_and_the_target() -> None:
-    judged = [routing.Judged("round robin", at_least(1.1)), routing.Judged("index", is_once=True)]
-    found = routing.figures(replace(SMALL, joins_ms=2_000, turns=12), judged, 2, 2)
-    assert [one.name for one in found] == [
-        "small: cached share",
-        "small: herd",
-        "small: cached share / round robin",
-        "small: p99 to first token / round robin",
-        "small: herd by round robin",
-        "small: cached share / index",
-        "small: p99 to first token / index",
-        "small: herd by index",
-    ]
-    assert found[2].target == ">= 1.1"
-
-
-def test_figures_of_agents_are_of_their_sessions_and_of_the_chats_beside() -> None:
-    found = routing.agent_figures(replace(AGENTS, conversations=60), ["least load"], 1, 2)
-    names = [one.name for one in found]
-    assert names[0] == "small agents: cached / possible"
-    assert names[1:5] == [
-        f"small agents{style}: {quantile} to first token"
-        for style in ("", ", chats")
-        for quantile in ("p50", "p99")
-    ]
-    assert names[5] == "small agents: cached / possible, least load"
-    assert names[6:] == [f"{name} / least load" for name in names[1:5]]
-    assert {one.target for one in found} == {">= 0.95", None, "<= 1"}
 
 
 def test_the_worlds_are_told_apart() -> None:

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 import pytest
-import uvloop
 
 from gateway.identity.caller import network_of
 from gateway.identity.callers import KnownCallers
@@ -21,6 +20,7 @@ from gateway.listen.accepting import SET_UP_MAX, FairAccepting
 from shared.wire.ids import TenantId
 from tests.gateway.conftest import KEY, PATIENCE_S, House
 from tests.gateway.fake_engine import unary
+from tests.loops import on_both_loops
 from tests.waiting import until
 
 FLOOD = 48 * SET_UP_MAX
@@ -116,22 +116,14 @@ def door() -> Iterator[Door]:
         yield Door(stack)
 
 
-@pytest.fixture(params=[asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
-def runner(request: pytest.FixtureRequest) -> Iterator[asyncio.Runner]:
-    with asyncio.Runner(loop_factory=request.param) as runner:
-        yield runner
-
-
-def test_no_turn_sets_up_more_than_its_part_of_a_flood(runner: asyncio.Runner) -> None:
-    async def run() -> None:
-        with door() as at:
-            for _ in range(FLOOD):
-                at.connect("a", ATTACKER)
-            at.open()
-            await at.all_in()
-        assert max(Counter(turn for turn, _ in at.made).values()) <= SET_UP_MAX
-
-    runner.run(run())
+@on_both_loops
+async def test_no_turn_sets_up_more_than_its_part_of_a_flood() -> None:
+    with door() as at:
+        for _ in range(FLOOD):
+            at.connect("a", ATTACKER)
+        at.open()
+        await at.all_in()
+    assert max(Counter(turn for turn, _ in at.made).values()) <= SET_UP_MAX
 
 
 @pytest.mark.parametrize(
@@ -140,149 +132,126 @@ def test_no_turn_sets_up_more_than_its_part_of_a_flood(runner: asyncio.Runner) -
     ids=["by its key", "by its address, with a key that is not known"],
 )
 @pytest.mark.parametrize("attack", ["known", "made up", "silent"])
-def test_who_comes_behind_a_flood_goes_next(runner: asyncio.Runner, key: str, host: str, attack: str) -> None:
+@on_both_loops
+async def test_who_comes_behind_a_flood_goes_next(key: str, host: str, attack: str) -> None:
     """Whether the attackers show a key that is known, one for each that is not, or none."""
-
-    async def run() -> None:
-        with door() as at:
-            for i in range(FLOOD):
-                at.connect("a", {"known": ATTACKER, "made up": f"key-{i}", "silent": ""}[attack])
-            at.connect("victim", key, host)
-            served = at.open()
-            await until(lambda: len(at.made) + served.silent_count == FLOOD + 1)
-        assert served.silent_count == (FLOOD if attack == "silent" else 0)
-        assert at.order.index("victim") <= 3 * SET_UP_MAX < FLOOD
-
-    runner.run(run())
+    with door() as at:
+        for i in range(FLOOD):
+            at.connect("a", {"known": ATTACKER, "made up": f"key-{i}", "silent": ""}[attack])
+        at.connect("victim", key, host)
+        served = at.open()
+        await until(lambda: len(at.made) + served.silent_count == FLOOD + 1)
+    assert served.silent_count == (FLOOD if attack == "silent" else 0)
+    assert at.order.index("victim") <= 3 * SET_UP_MAX < FLOOD
 
 
-def test_silent_ones_hold_up_nobody_and_are_set_up_when_something_comes(runner: asyncio.Runner) -> None:
-    async def run() -> None:
-        with door() as at:
-            clients = [at.connect("a") for _ in range(FLOOD)]
-            victim = at.connect("victim")
-            served = at.open()
-            await until(lambda: served.silent_count == FLOOD + 1)
-            for client in clients:
-                client.sendall(HEAD % ATTACKER.encode())
-            victim.sendall(HEAD % VICTIM.encode())
-            await at.all_in()
-        assert at.order.index("victim") <= 4 * SET_UP_MAX < FLOOD
+@on_both_loops
+async def test_silent_ones_hold_up_nobody_and_are_set_up_when_something_comes() -> None:
+    with door() as at:
+        clients = [at.connect("a") for _ in range(FLOOD)]
+        victim = at.connect("victim")
+        served = at.open()
+        await until(lambda: served.silent_count == FLOOD + 1)
+        for client in clients:
+            client.sendall(HEAD % ATTACKER.encode())
+        victim.sendall(HEAD % VICTIM.encode())
+        await at.all_in()
+    assert at.order.index("victim") <= 4 * SET_UP_MAX < FLOOD
+    assert not served.silent_count
+
+
+@on_both_loops
+async def test_silent_ones_are_closed_after_a_time() -> None:
+    with door() as at:
+        at.silent_s = 0.0
+        clients = [at.connect("a") for _ in range(FLOOD)]
+        served = at.open()
+        for client in clients:
+            await is_closed(client)
+        assert not served.silent_count
+        assert not at.made
+
+
+@on_both_loops
+async def test_of_too_many_silent_ones_the_oldest_is_closed() -> None:
+    with door() as at:
+        at.silent_max = 1
+        *others, last = [at.connect("a") for _ in range(FLOOD)]
+        served = at.open()
+        for client in others:
+            await is_closed(client)
+        last.sendall(HEAD % VICTIM.encode())
+        await until(lambda: len(at.made) == 1)
         assert not served.silent_count
 
-    runner.run(run())
+
+@on_both_loops
+async def test_a_silent_one_that_leaves_is_forgotten() -> None:
+    with door() as at:
+        clients = [at.connect("a") for _ in range(FLOOD)]
+        served = at.open()
+        await until(lambda: served.silent_count == FLOOD)
+        for client in clients:
+            client.close()
+        await until(lambda: not served.silent_count)
+        assert not at.made
 
 
-def test_silent_ones_are_closed_after_a_time(runner: asyncio.Runner) -> None:
-    async def run() -> None:
-        with door() as at:
-            at.silent_s = 0.0
-            clients = [at.connect("a") for _ in range(FLOOD)]
-            served = at.open()
-            for client in clients:
-                await is_closed(client)
-            assert not served.silent_count
-            assert not at.made
-
-    runner.run(run())
+@on_both_loops
+async def test_those_of_one_address_without_a_known_key_keep_their_order() -> None:
+    with door() as at:
+        names = [f"{i}" for i in range(FLOOD)]
+        for name in names:
+            at.connect(name, f"key-{name}")
+        at.open()
+        await at.all_in()
+    assert at.order == names
 
 
-def test_of_too_many_silent_ones_the_oldest_is_closed(runner: asyncio.Runner) -> None:
-    async def run() -> None:
-        with door() as at:
-            at.silent_max = 1
-            *others, last = [at.connect("a") for _ in range(FLOOD)]
-            served = at.open()
-            for client in others:
-                await is_closed(client)
-            last.sendall(HEAD % VICTIM.encode())
-            await until(lambda: len(at.made) == 1)
-            assert not served.silent_count
-
-    runner.run(run())
-
-
-def test_a_silent_one_that_leaves_is_forgotten(runner: asyncio.Runner) -> None:
-    async def run() -> None:
-        with door() as at:
-            clients = [at.connect("a") for _ in range(FLOOD)]
-            served = at.open()
-            await until(lambda: served.silent_count == FLOOD)
-            for client in clients:
-                client.close()
-            await until(lambda: not served.silent_count)
-            assert not at.made
-
-    runner.run(run())
-
-
-def test_those_of_one_address_without_a_known_key_keep_their_order(runner: asyncio.Runner) -> None:
-    async def run() -> None:
-        with door() as at:
-            names = [f"{i}" for i in range(FLOOD)]
-            for name in names:
-                at.connect(name, f"key-{name}")
-            at.open()
-            await at.all_in()
-        assert at.order == names
-
-    runner.run(run())
-
-
-def test_more_than_may_wait_stay_in_the_kernel_and_are_served(
-    runner: asyncio.Runner, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@on_both_loops
+async def test_more_than_may_wait_stay_in_the_kernel_and_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accepting, "WAITING_MAX", SET_UP_MAX)
     most = 0
+    with door() as at:
+        for _ in range(FLOOD):
+            at.connect("a", ATTACKER)
+        served = at.open()
 
-    async def run() -> None:
-        nonlocal most
-        with door() as at:
-            for _ in range(FLOOD):
-                at.connect("a", ATTACKER)
-            served = at.open()
+        def are_in() -> bool:
+            nonlocal most
+            most = max(most, len(served._waiting))
+            return len(at.made) == FLOOD
 
-            def are_in() -> bool:
-                nonlocal most
-                most = max(most, len(served._waiting))
-                return len(at.made) == FLOOD
-
-            await until(are_in)
-
-    runner.run(run())
+        await until(are_in)
     assert most == SET_UP_MAX
 
 
-def test_those_who_wait_or_are_silent_when_the_listener_closes_are_set_up(runner: asyncio.Runner) -> None:
-    async def run() -> None:
-        with door() as at:
-            for _ in range(4 * SET_UP_MAX):
-                at.connect("a", ATTACKER)
-                at.connect("a")
-            served = at.open()
-            await until(lambda: len(served._waiting) > SET_UP_MAX)
-            await served.aclose()
-            assert len(at.made) == len(at._names)
-            with pytest.raises(ConnectionRefusedError):
-                at.connect("late")
-
-    runner.run(run())
+@on_both_loops
+async def test_those_who_wait_or_are_silent_when_the_listener_closes_are_set_up() -> None:
+    with door() as at:
+        for _ in range(4 * SET_UP_MAX):
+            at.connect("a", ATTACKER)
+            at.connect("a")
+        served = at.open()
+        await until(lambda: len(served._waiting) > SET_UP_MAX)
+        await served.aclose()
+        assert len(at.made) == len(at._names)
+        with pytest.raises(ConnectionRefusedError):
+            at.connect("late")
 
 
-def test_who_has_left_while_it_waited_holds_nothing(runner: asyncio.Runner) -> None:
-    async def run() -> None:
-        with door() as at:
-            clients = [at.connect("a", ATTACKER) for _ in range(FLOOD)]
-            served = at.open()
-            await until(lambda: bool(served._waiting))
-            for client in clients:
-                client.close()
-            at.connect("victim", VICTIM)
-            await until(lambda: "victim" in at.order)
-            await until(lambda: at.lost >= len(at.made) - 1 and not served._waiting)
-            assert not served._beginning
-
-    runner.run(run())
+@on_both_loops
+async def test_who_has_left_while_it_waited_holds_nothing() -> None:
+    with door() as at:
+        clients = [at.connect("a", ATTACKER) for _ in range(FLOOD)]
+        served = at.open()
+        await until(lambda: bool(served._waiting))
+        for client in clients:
+            client.close()
+        at.connect("victim", VICTIM)
+        await until(lambda: "victim" in at.order)
+        await until(lambda: at.lost >= len(at.made) - 1 and not served._waiting)
+        assert not served._beginning
 
 
 async def test_the_network_of_an_ipv6_address_counts() -> None:

@@ -375,6 +375,7 @@ def tokens_of(lines: Sequence[BillingLine]) -> int:
     return sum(line.prompt_tokens + line.completion_tokens + line.estimated_tokens for line in lines)
 
 
+@pytest.mark.nightly
 async def test_rates_and_budgets_are_shared_exactly_by_the_callers_of_three_gateways(fleet: Fleet) -> None:
     """No request ends meanwhile, so that none gives back what it has reserved. A rate lets in as many again
     in each minute, which Redis counts."""
@@ -394,6 +395,7 @@ async def test_rates_and_budgets_are_shared_exactly_by_the_callers_of_three_gate
         await asyncio.gather(*(one.read() for one in answers))
 
 
+@pytest.mark.nightly
 async def test_a_drained_gateway_settles_what_it_cuts_off(fleet: Fleet) -> None:
     async with asyncio.timeout(PATIENCE_S), aiohttp.ClientSession() as client:
         answers = [await fleet.ask(client, gateway) for gateway in fleet.gateways]

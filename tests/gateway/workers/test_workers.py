@@ -201,7 +201,13 @@ async def read_to_the_end(answer: aiohttp.ClientResponse) -> bytes | None:
         return None
 
 
-@pytest.mark.parametrize(("number", "reason"), [(signal.SIGKILL, "killed"), (signal.SIGSTOP, "hung")])
+@pytest.mark.parametrize(
+    ("number", "reason"),
+    [
+        (signal.SIGKILL, "killed"),
+        pytest.param(signal.SIGSTOP, "hung", marks=pytest.mark.nightly),  # its heartbeats are waited for
+    ],
+)
 async def test_a_killed_worker_takes_its_own_streams_alone_and_is_replaced(
     tmp_path: Path, number: signal.Signals, reason: str
 ) -> None:
@@ -247,6 +253,7 @@ async def test_a_killed_worker_takes_its_own_streams_alone_and_is_replaced(
             assert await gateway.end() == ExitCode.CLEAN
 
 
+@pytest.mark.nightly
 async def test_a_drain_that_is_hurried_ends_the_streams_of_all_workers_and_says_so(tmp_path: Path) -> None:
     async with FakeEngine(bundle=byte_bundle()) as engine:
         engine.script = stream(chunk("a"), asyncio.Event())
@@ -282,3 +289,12 @@ def test_workers_that_would_count_apart_are_refused(
     told = capsys.readouterr().err
     assert problem in told
     assert 'set store = "redis" in [quotas]' in told
+
+
+def test_gateways_that_would_count_apart_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "gateway.toml"
+    config.write_text(toml("http://127.0.0.1:1", "limits = { concurrent = 3 }\n[quotas]\ngateways = 3"))
+    assert main(["--check", str(config)]) == ExitCode.UNUSABLE_CONFIG
+    assert "keys.k1.limits: 3 gateways cannot count it together in memory" in capsys.readouterr().err

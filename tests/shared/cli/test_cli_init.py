@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import stat
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,8 @@ Out = pytest.CaptureFixture[str]
 def test_what_init_writes_starts_and_lets_its_key_in(tmp_path: Path, capsys: Out) -> None:
     file = tmp_path / "gateway.toml"
     assert cli.main(["init", str(file), "--model", "qwen", "--engine-url", "http://10.0.0.1:8000"]) == 0
-    key, admin = re.findall(r"sk_live_\w+", capsys.readouterr().out)[:2]
+    out = capsys.readouterr().out
+    [key], [admin] = (set(re.findall(rf"sk_{kind}_\w+", out)) for kind in ("live", "admin"))
     config = load(file, {})
     assert [one.hash for one in config.keys] == [hash_key(key)]
     assert [one.hash for one in config.admin.keys] == [hash_key(admin)]
@@ -49,11 +51,28 @@ def test_init_replaces_no_file(tmp_path: Path, capsys: Out) -> None:
     assert str(file) in capsys.readouterr().err
 
 
-def test_init_leaves_no_file_that_would_not_start(tmp_path: Path, capsys: Out) -> None:
-    file = tmp_path / "gateway.toml"
-    assert cli.main(["init", str(file), "--engine-url", "http://a/v1"]) == ExitCode.UNUSABLE_CONFIG
+def test_init_keeps_its_keys_where_a_shell_reads_them_and_shows_none(tmp_path: Path, capsys: Out) -> None:
+    file, keys = tmp_path / "gateway.toml", tmp_path / "keys.env"
+    assert cli.main(["init", str(file), "--keys", str(keys)]) == 0
+    assert "sk_" not in capsys.readouterr().out
+    assert stat.S_IMODE(keys.stat().st_mode) == 0o600
+    script = f'. {keys}; printf "%s %s" "$KEY" "$PENSTOCK_ADMIN_KEY"'
+    key, admin = subprocess.run(["sh", "-c", script], capture_output=True, text=True).stdout.split()
+    config = load(file, {})
+    assert [config.keys[0].hash, config.admin.keys[0].hash] == [hash_key(key), hash_key(admin)]
+
+
+def test_init_leaves_no_file_where_one_is_there_or_would_not_start(tmp_path: Path, capsys: Out) -> None:
+    file, keys = tmp_path / "gateway.toml", tmp_path / "keys.env"
+    asked = ["init", str(file), "--keys", str(keys)]
+    assert cli.main([*asked, "--engine-url", "http://a/v1"]) == ExitCode.UNUSABLE_CONFIG
     assert "/v1" in capsys.readouterr().err
     assert not file.exists()
+    assert not keys.exists()
+    keys.write_text("mine")
+    assert cli.main(asked) == 1
+    assert not file.exists()
+    assert keys.read_text() == "mine"
 
 
 WRONG = """
@@ -96,6 +115,48 @@ def test_a_check_says_where_nobody_would_get_in(tmp_path: Path, capsys: Out) -> 
     file.write_text('[[models]]\nname = "m"\nreplicas = ["http://a"]\n')
     assert gateway(["--check", str(file)]) == ExitCode.CLEAN
     assert "401" in capsys.readouterr().err
+
+
+QUOTED = """
+[listen]
+port = "8000"
+
+[timeouts]
+total_s = "30"
+
+[limits]
+live_max = "many"
+
+[[models]]
+name = "m"
+replicas = ["http://a"]
+
+[[tenants]]
+id = "t"
+
+[[keys]]
+id = "k"
+hash = "sk_live_0123456789ab_secret"
+tenant = "t"
+
+[[keys]]
+id = "l"
+key = "sk_live_0123456789ab_secret"
+tenant = "t"
+"""
+
+
+def test_a_check_says_what_is_quoted_and_where_a_key_is_in_place_of_its_hash(
+    tmp_path: Path, capsys: Out
+) -> None:
+    file = tmp_path / "gateway.toml"
+    file.write_text(QUOTED)
+    assert gateway(["--check", str(file)]) == ExitCode.UNUSABLE_CONFIG
+    told = capsys.readouterr().err
+    problems = dict(re.findall(r":(\d+): (.*)$", told, re.MULTILINE))
+    assert [line for line, problem in problems.items() if "quotes" in problem] == ["3", "6"]
+    assert all("keys mint" in problems[line] for line in ("20", "25"))
+    assert "secret" not in told
 
 
 def test_a_check_of_no_file_and_of_no_toml(tmp_path: Path, capsys: Out) -> None:

@@ -6,7 +6,10 @@ import asyncio
 import io
 import json
 import os
+import pty
 import re
+import subprocess
+import sys
 import tomllib
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -163,6 +166,32 @@ async def test_a_change_of_the_file_leaves_an_audit_line_with_the_users_name(
         [line] = [json.loads(line) for line in capsys.readouterr().err.splitlines() if "admin.change" in line]
         assert (line["action"], line["service"]) == ("key.create", "keys")
         assert line["operator"].startswith("os:")
+
+
+def test_a_change_at_a_terminal_shows_no_line_of_a_log(tmp_path: Path) -> None:
+    path = tmp_path / "gateway.toml"
+    path.write_text(to_toml(load(settings("http://engine:1"), {})))
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "shared.cli",
+        "keys",
+        "create",
+        "--config",
+        str(path),
+        "--tenant",
+        "acme",
+    ]
+    terminal, theirs = pty.openpty()
+    try:
+        subprocess.run(command, stdout=theirs, stderr=theirs, check=True)
+        shown = os.read(terminal, 65_536).decode()
+    finally:
+        os.close(terminal)
+        os.close(theirs)
+    assert "sk_live_" in shown
+    assert "admin.change" not in shown
 
 
 def test_a_user_without_a_name_has_its_number_in_the_audit_line(

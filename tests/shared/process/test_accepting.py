@@ -6,16 +6,15 @@ import os
 import socket
 import ssl
 from collections import Counter
-from collections.abc import Iterator
 from typing import cast
 
 import pytest
 import trustme
-import uvloop
 
 from shared.process import accepting
 from shared.process.accepting import ACCEPTS_FAILED, Accepting
 from tests.fakes import captured_logs
+from tests.loops import on_both_loops
 from tests.waiting import PATIENCE_S
 
 CALLERS = 5
@@ -42,12 +41,6 @@ class Echo(asyncio.Protocol):
         self.transport.write(data)
 
 
-@pytest.fixture(params=[asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
-def runner(request: pytest.FixtureRequest) -> Iterator[asyncio.Runner]:
-    with asyncio.Runner(loop_factory=request.param) as runner:
-        yield runner
-
-
 async def echoed(sock: Short) -> None:
     """Several connect at once, and each is answered."""
     address = sock.getsockname()
@@ -59,80 +52,68 @@ async def echoed(sock: Short) -> None:
             writer.close()
 
 
-def test_who_comes_while_no_file_can_be_opened_is_served_once_one_can(
-    runner: asyncio.Runner, monkeypatch: pytest.MonkeyPatch
+@on_both_loops
+async def test_who_comes_while_no_file_can_be_opened_is_served_once_one_can(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(accepting, "PAUSE_S", 0.0)
-
-    async def run() -> None:
-        with Short() as sock:
-            sock.bind(("127.0.0.1", 0))
-            served = Accepting(sock, CALLERS, Echo)
-            for _ in range(2):
-                sock.refusals = REFUSALS
-                await echoed(sock)
-            await served.aclose()
-
     before = ACCEPTS_FAILED.value()
-    with captured_logs() as lines:
-        runner.run(run())
+    with captured_logs() as lines, Short() as sock:
+        sock.bind(("127.0.0.1", 0))
+        served = Accepting(sock, CALLERS, Echo)
+        for _ in range(2):
+            sock.refusals = REFUSALS
+            await echoed(sock)
+        await served.aclose()
     assert ACCEPTS_FAILED.value() - before == 2 * REFUSALS
     told = [line for line in lines if line["event"] == "listener.accept_failed"]
     assert [line["error"] for line in told] == [os.strerror(errno.EMFILE)], "it is told now and then"
 
 
-def test_handshakes_that_do_not_go_on_are_bounded_and_keep_out_nobody(runner: asyncio.Runner) -> None:
+@on_both_loops
+async def test_handshakes_that_do_not_go_on_are_bounded_and_keep_out_nobody() -> None:
     """Above the bound the oldest is cut, and whoever goes on is served."""
     authority, server = trustme.CA(), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     authority.issue_cert("127.0.0.1").configure_cert(server)
     client = ssl.create_default_context()
     authority.configure_trust(client)
-
-    async def run() -> None:
-        with Short() as sock:
-            sock.bind(("127.0.0.1", 0))
-            sock.listen(CALLERS)
-            held = [await asyncio.open_connection(*sock.getsockname()) for _ in range(CALLERS)]
-            served = Accepting(sock, CALLERS, Echo, server, handshake_s=10 * PATIENCE_S, handshakes_max=2)
-            async with asyncio.timeout(PATIENCE_S):
-                for reader, _ in held[:-2]:
-                    assert await reader.read() == b""
-                reader, writer = await asyncio.open_connection(*sock.getsockname(), ssl=client)
-                writer.write(b"x")
-                assert await reader.readexactly(1) == b"x"
-            for _, one in [*held, (reader, writer)]:
-                one.close()
-            await served.aclose()
-
-    with captured_logs() as lines:
-        runner.run(run())
+    with captured_logs() as lines, Short() as sock:
+        sock.bind(("127.0.0.1", 0))
+        sock.listen(CALLERS)
+        held = [await asyncio.open_connection(*sock.getsockname()) for _ in range(CALLERS)]
+        served = Accepting(sock, CALLERS, Echo, server, handshake_s=10 * PATIENCE_S, handshakes_max=2)
+        async with asyncio.timeout(PATIENCE_S):
+            for reader, _ in held[:-2]:
+                assert await reader.read() == b""
+            reader, writer = await asyncio.open_connection(*sock.getsockname(), ssl=client)
+            writer.write(b"x")
+            assert await reader.readexactly(1) == b"x"
+        for _, one in [*held, (reader, writer)]:
+            one.close()
+        await served.aclose()
     assert [line["event"] for line in lines] == ["listener.handshakes_full"], "it is told now and then"
 
 
-def test_nothing_is_tried_meanwhile(runner: asyncio.Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+@on_both_loops
+async def test_nothing_is_tried_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accepting, "PAUSE_S", 10 * PATIENCE_S)
-
-    async def run() -> None:
-        with Short() as sock, socket.socket() as client:
-            sock.bind(("127.0.0.1", 0))
-            sock.refusals = REFUSALS
-            served = Accepting(sock, CALLERS, Echo)
-            client.connect(sock.getsockname())
-            async with asyncio.timeout(PATIENCE_S):
-                while sock.refusals == REFUSALS:  # noqa: ASYNC110 -- what it watches sets no event
-                    await asyncio.sleep(0)
-            served._resume()
-            for _ in range(10):
+    with Short() as sock, socket.socket() as client:
+        sock.bind(("127.0.0.1", 0))
+        sock.refusals = REFUSALS
+        served = Accepting(sock, CALLERS, Echo)
+        client.connect(sock.getsockname())
+        async with asyncio.timeout(PATIENCE_S):
+            while sock.refusals == REFUSALS:  # noqa: ASYNC110 -- what it watches sets no event
                 await asyncio.sleep(0)
-            assert sock.refusals == REFUSALS - 1
-            await served.aclose()
+        served._resume()
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert sock.refusals == REFUSALS - 1
+        await served.aclose()
 
-    runner.run(run())
 
-
-def test_no_turn_accepts_more_than_its_part_of_a_crowd(
-    runner: asyncio.Runner, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@on_both_loops
+async def test_no_turn_accepts_more_than_its_part_of_a_crowd(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accepting, "ACCEPT_MAX", 2)
     turn, taken = 0, Counter[int]()
 
@@ -141,44 +122,38 @@ def test_no_turn_accepts_more_than_its_part_of_a_crowd(
             taken[turn] += 1
             super()._take(sock, host)
 
-    async def run() -> None:
-        nonlocal turn
-        with Short() as sock:
-            sock.bind(("127.0.0.1", 0))
-            sock.listen(CALLERS)
-            clients = [socket.create_connection(sock.getsockname()) for _ in range(CALLERS)]
-            served = Noting(sock, CALLERS, Echo)
-            async with asyncio.timeout(PATIENCE_S):
-                while taken.total() < CALLERS:
-                    turn += 1
-                    await asyncio.sleep(0)
-            await served.aclose()
-            for client in clients:
-                client.close()
-
-    runner.run(run())
+    with Short() as sock:
+        sock.bind(("127.0.0.1", 0))
+        sock.listen(CALLERS)
+        clients = [socket.create_connection(sock.getsockname()) for _ in range(CALLERS)]
+        served = Noting(sock, CALLERS, Echo)
+        async with asyncio.timeout(PATIENCE_S):
+            while taken.total() < CALLERS:
+                turn += 1
+                await asyncio.sleep(0)
+        await served.aclose()
+        for client in clients:
+            client.close()
     assert max(taken.values()) == 2
 
 
-def test_what_was_accepted_when_it_closes_is_set_up(runner: asyncio.Runner) -> None:
-    async def run() -> None:
-        with Short() as sock, socket.socket() as client:
-            sock.bind(("127.0.0.1", 0))
-            made: list[asyncio.BaseTransport] = []
+@on_both_loops
+async def test_what_was_accepted_when_it_closes_is_set_up() -> None:
+    with Short() as sock, socket.socket() as client:
+        sock.bind(("127.0.0.1", 0))
+        made: list[asyncio.BaseTransport] = []
 
-            class Guest(asyncio.Protocol):
-                def connection_made(self, transport: asyncio.BaseTransport) -> None:
-                    made.append(transport)
+        class Guest(asyncio.Protocol):
+            def connection_made(self, transport: asyncio.BaseTransport) -> None:
+                made.append(transport)
 
-            served = Accepting(sock, CALLERS, Guest)
-            client.connect(sock.getsockname())
-            async with asyncio.timeout(PATIENCE_S):
-                while not served._beginning:  # noqa: ASYNC110 -- what it watches sets no event
-                    await asyncio.sleep(0)
-            await served.aclose()
-            assert len(made) == 1
-            with pytest.raises(ConnectionRefusedError), socket.socket() as late:
-                late.connect(client.getpeername())
-            made[0].close()
-
-    runner.run(run())
+        served = Accepting(sock, CALLERS, Guest)
+        client.connect(sock.getsockname())
+        async with asyncio.timeout(PATIENCE_S):
+            while not served._beginning:  # noqa: ASYNC110 -- what it watches sets no event
+                await asyncio.sleep(0)
+        await served.aclose()
+        assert len(made) == 1
+        with pytest.raises(ConnectionRefusedError), socket.socket() as late:
+            late.connect(client.getpeername())
+        made[0].close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import resource
 import subprocess
 import sys
@@ -35,6 +36,16 @@ def test_all_but_a_few_are_taken_and_these_come_back_to_operators_alone() -> Non
     done = subprocess.run([sys.executable, "-c", CHILD], capture_output=True, text=True, check=True)
     most = 64 - descriptors.RESERVED
     assert done.stdout.split(" ", 3) == [f"{most}", f"{most}", f"{most}", f"({most}, 64)\n"]
+
+
+@pytest.mark.parametrize("connections", [1, 4_096, 16_384])
+def test_what_is_asked_for_where_they_are_few_is_enough(
+    monkeypatch: pytest.MonkeyPatch, connections: int
+) -> None:
+    [needed] = set(re.findall(r"\d+", descriptors.few(connections)))
+    hard = int(needed) - descriptors.RESERVED
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (hard, hard))
+    assert descriptors.fitting(connections) == connections
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ class TestPenstock(ChatModelIntegrationTests):
     @property
     def model_override_value(self):
         """The name that answers come under, whichever name was asked for."""
-        return "penstock-demo"
+        return "demo"
 
     @property
     def supports_json_mode(self):

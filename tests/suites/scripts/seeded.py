@@ -1,15 +1,18 @@
 """A plugin of pytest for the tests of OpenAI's SDK that ask for a response of no model, as mocks answer: they
-ask `penstock-demo` instead, for a short one. Those that ask for a response by an id which mocks know ask for
-one that is made for them."""
+ask `demo` instead, for a short one. Those that ask for a response by an id which mocks know ask for
+one that is made for them.
+Those of embeddings ask for numbers, as mocks answer: the SDK itself asks for base64, and a client that
+validates strictly then refuses what it asked for."""
 
 import functools
 
 import openai
+from openai.resources.embeddings import AsyncEmbeddings, Embeddings
 from openai.resources.responses import AsyncResponses, Responses
 from openai.resources.responses.input_items import AsyncInputItems, InputItems
 from openai.resources.responses.input_tokens import AsyncInputTokens, InputTokens
 
-SHORT = {"model": "penstock-demo", "input": "Hello", "max_output_tokens": 64}
+SHORT = {"model": "demo", "input": "Hello", "max_output_tokens": 64}
 
 
 def seeded(method, **defaults):
@@ -35,7 +38,9 @@ for kind in (Responses, AsyncResponses):
     kind.create = seeded(kind.create, **SHORT)
     for name in ("retrieve", "delete", "cancel"):
         setattr(kind, name, of_one_that_is_made(getattr(kind, name)))
+for kind in (Embeddings, AsyncEmbeddings):
+    kind.create = seeded(kind.create, encoding_format="float")
 for kind in (InputItems, AsyncInputItems):
     kind.list = of_one_that_is_made(kind.list)
 for kind in (InputTokens, AsyncInputTokens):
-    kind.count = seeded(kind.count, model="penstock-demo", input="Hello")
+    kind.count = seeded(kind.count, model="demo", input="Hello")

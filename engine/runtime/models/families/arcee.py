@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from engine.runtime.models.dense import DenseKeys
 from engine.runtime.models.family import Family
-from engine.runtime.models.spec import DecoderSpec, Layer, Names
+from engine.runtime.models.spec import DecoderSpec, Names
 
 NAMES = Names(gate_up=("mlp.up_proj",))
 
@@ -21,11 +21,7 @@ class ArceeKeys(DenseKeys, frozen=True, kw_only=True):
 
 
 def describe(hf: ArceeKeys) -> DecoderSpec:
-    def layer(kind: str) -> Layer:
-        attention = hf.attention(kind, bias=hf.attention_bias, out_bias=hf.attention_bias)
-        return Layer(attention, hf.mlp(gated=False, bias=hf.mlp_bias))
-
-    return hf.decoder("ArceeForCausalLM", map(layer, hf.kinds), names=NAMES)
+    return hf.decoder("ArceeForCausalLM", hf.layers(mlp=hf.mlp(gated=False)), names=NAMES)
 
 
 FAMILY = Family("arcee", "ArceeForCausalLM", ArceeKeys, describe)

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from engine.runtime.models.dense import DEFAULT_WINDOW, SLIDING_ATTENTION, DenseKeys, every
+from engine.runtime.models.dense import DEFAULT_WINDOW, SLIDING_ATTENTION, DenseKeys
 from engine.runtime.models.family import Family
 from engine.runtime.models.rope import RopeRules
-from engine.runtime.models.spec import DecoderSpec, Layer, Rope
+from engine.runtime.models.spec import DecoderSpec, Rope
 
 
 class Cohere2Keys(DenseKeys, frozen=True, kw_only=True):
@@ -30,17 +30,15 @@ class Cohere2Keys(DenseKeys, frozen=True, kw_only=True):
 
     @property
     def kinds(self) -> list[str]:
-        return self.layer_types or every(self.sliding_window_pattern, self.num_hidden_layers)
+        return self.every(self.sliding_window_pattern)
 
     def rope(self, kind: str) -> Rope | None:
         return super().rope(kind) if kind == SLIDING_ATTENTION else None
 
 
 def describe(hf: Cohere2Keys) -> DecoderSpec:
-    options = {"bias": hf.attention_bias, "out_bias": hf.attention_bias}
-    layers = (Layer(hf.attention(kind, **options), hf.mlp(), "parallel") for kind in hf.kinds)
-    norm = hf.norm(kind="layer")
-    return hf.decoder("Cohere2ForCausalLM", layers, norm=norm, logit_scale=hf.logit_scale)
+    pieces = {"norm": hf.norm(kind="layer"), "logit_scale": hf.logit_scale}
+    return hf.decoder("Cohere2ForCausalLM", hf.layers("parallel"), **pieces)
 
 
 FAMILY = Family("cohere2", "Cohere2ForCausalLM", Cohere2Keys, describe)

@@ -7,7 +7,7 @@ from typing import ClassVar
 from engine.runtime.models.dense import DenseKeys
 from engine.runtime.models.family import Family
 from engine.runtime.models.rope import RopeRules
-from engine.runtime.models.spec import DecoderSpec, Layer
+from engine.runtime.models.spec import DecoderSpec
 
 
 class ErnieKeys(DenseKeys, frozen=True, kw_only=True):
@@ -22,7 +22,7 @@ class ErnieKeys(DenseKeys, frozen=True, kw_only=True):
 
 def describe(hf: ErnieKeys) -> DecoderSpec:
     bias = bool(hf.use_bias)
-    layers = (Layer(hf.attention(kind, bias=bias, out_bias=bias), hf.mlp(bias=bias)) for kind in hf.kinds)
+    layers = hf.layers(mlp=hf.mlp(bias=bias), bias=bias, out_bias=bias)
     return hf.decoder("Ernie4_5ForCausalLM", layers)
 
 

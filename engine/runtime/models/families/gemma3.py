@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from engine.runtime.models.dense import DEFAULT_WINDOW, DenseKeys, every
+from engine.runtime.models.dense import DEFAULT_WINDOW, DenseKeys
 from engine.runtime.models.family import Family
 from engine.runtime.models.rope import RopeRules, read_ropes
-from engine.runtime.models.spec import DecoderSpec, Layer, Names, Rope
+from engine.runtime.models.spec import DecoderSpec, Names, Rope
 from shared.text.model_files import KeyMeanings, only
 
 NAMES = Names(
@@ -43,16 +43,14 @@ class Gemma3Keys(DenseKeys, frozen=True, kw_only=True):
 
     @property
     def kinds(self) -> list[str]:
-        return self.layer_types or every(self.sliding_window_pattern, self.num_hidden_layers)
+        return self.every(self.sliding_window_pattern)
 
     def rope(self, kind: str) -> Rope | None:
         return read_ropes(self.rope_fields, self.rope_rules, self.width, self.rope_local_base_freq)[kind]
 
 
 def describe(hf: Gemma3Keys) -> DecoderSpec:
-    options: dict[str, Any] = {"bias": hf.attention_bias, "out_bias": hf.attention_bias, "qk_norm": "heads"}
-    options["scale"] = float(hf.query_pre_attn_scalar**-0.5)
-    layers = (Layer(hf.attention(kind, **options), hf.mlp(), "both") for kind in hf.kinds)
+    layers = hf.layers("both", qk_norm="heads", scale=float(hf.query_pre_attn_scalar**-0.5))
     pieces = {"norm": hf.norm(offset=1.0), "embed_scale": hf.hidden_size**0.5, "names": NAMES}
     return hf.decoder("Gemma3ForCausalLM", layers, logit_softcap=hf.final_logit_softcapping, **pieces)
 

@@ -7,7 +7,7 @@ from typing import ClassVar
 from engine.runtime.models.dense import DenseKeys
 from engine.runtime.models.family import Family
 from engine.runtime.models.rope import RopeRules
-from engine.runtime.models.spec import DecoderSpec, Layer, Names
+from engine.runtime.models.spec import DecoderSpec, Names
 
 NAMES = Names(
     gate_up=("mlp.gate_up_proj",),
@@ -26,8 +26,7 @@ class Glm4Keys(DenseKeys, frozen=True, kw_only=True):
 
 
 def describe(hf: Glm4Keys) -> DecoderSpec:
-    layers = (Layer(hf.attention(kind, bias=hf.attention_bias), hf.mlp(), "both") for kind in hf.kinds)
-    return hf.decoder("Glm4ForCausalLM", layers, names=NAMES)
+    return hf.decoder("Glm4ForCausalLM", hf.layers("both", out_bias=False), names=NAMES)
 
 
 FAMILY = Family("glm4", "Glm4ForCausalLM", Glm4Keys, describe)

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from engine.runtime.models.dense import DenseKeys
 from engine.runtime.models.family import Family
-from engine.runtime.models.spec import DecoderSpec, Layer
+from engine.runtime.models.spec import DecoderSpec
 
 
 class GraniteKeys(DenseKeys, frozen=True, kw_only=True):
@@ -35,11 +35,7 @@ class GraniteKeys(DenseKeys, frozen=True, kw_only=True):
 
 
 def describe(hf: GraniteKeys) -> DecoderSpec:
-    def layer(kind: str) -> Layer:
-        attention = hf.attention(kind, bias=hf.attention_bias, out_bias=hf.attention_bias)
-        return Layer(attention, hf.mlp(bias=hf.mlp_bias))
-
-    return hf.decoder("GraniteForCausalLM", map(layer, hf.kinds), **hf.factors)
+    return hf.decoder("GraniteForCausalLM", hf.layers(), **hf.factors)
 
 
 FAMILY = Family("granite", "GraniteForCausalLM", GraniteKeys, describe)

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 from engine.runtime.models.dense import FULL_ATTENTION, SIZE_MAX
 from engine.runtime.models.families.granite import GraniteKeys
 from engine.runtime.models.family import Family
-from engine.runtime.models.spec import DecoderSpec, Layer, Names, Rope
+from engine.runtime.models.spec import DecoderSpec, Names, Rope
 
 NAMES = Names(gate_up=("shared_mlp.input_linear",), down="shared_mlp.output_linear")
 OLD_KINDS: Mapping[str, str] = {"attention": FULL_ATTENTION}
@@ -40,11 +40,8 @@ class Granite4Keys(GraniteKeys, frozen=True, kw_only=True):
 
 
 def describe(hf: Granite4Keys) -> DecoderSpec:
-    def layer(kind: str) -> Layer:
-        attention = hf.attention(kind, bias=hf.attention_bias, out_bias=hf.attention_bias)
-        return Layer(attention, hf.mlp(inner=hf.shared_intermediate_size))
-
-    return hf.decoder("GraniteMoeHybridForCausalLM", map(layer, hf.kinds), names=NAMES, **hf.factors)
+    layers = hf.layers(mlp=hf.mlp(inner=hf.shared_intermediate_size, bias=False))
+    return hf.decoder("GraniteMoeHybridForCausalLM", layers, names=NAMES, **hf.factors)
 
 
 FAMILY = Family("granitemoehybrid", "GraniteMoeHybridForCausalLM", Granite4Keys, describe)

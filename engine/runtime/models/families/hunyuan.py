@@ -8,7 +8,7 @@ from typing import ClassVar
 from engine.runtime.models.dense import DenseKeys
 from engine.runtime.models.family import Family
 from engine.runtime.models.rope import RopeRules, UnsupportedRope, chosen, positive_number, read_rope
-from engine.runtime.models.spec import DecoderSpec, Layer, Names, Rope
+from engine.runtime.models.spec import DecoderSpec, Names, Rope
 
 NAMES = Names(qk_norm=("self_attn.query_layernorm", "self_attn.key_layernorm"))
 
@@ -33,9 +33,7 @@ class HunyuanKeys(DenseKeys, frozen=True, kw_only=True):
 
 
 def describe(hf: HunyuanKeys) -> DecoderSpec:
-    options = {"bias": hf.attention_bias, "out_bias": hf.attention_bias, "qk_norm": "rotated heads"}
-    layers = (Layer(hf.attention(kind, **options), hf.mlp()) for kind in hf.kinds)
-    return hf.decoder("HunYuanDenseV1ForCausalLM", layers, names=NAMES)
+    return hf.decoder("HunYuanDenseV1ForCausalLM", hf.layers(qk_norm="rotated heads"), names=NAMES)
 
 
 FAMILY = Family("hunyuan_v1_dense", "HunYuanDenseV1ForCausalLM", HunyuanKeys, describe)

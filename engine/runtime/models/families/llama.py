@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from engine.runtime.models.dense import DenseKeys
 from engine.runtime.models.family import Family
-from engine.runtime.models.spec import DecoderSpec, Layer
+from engine.runtime.models.spec import DecoderSpec
 
 
 class LlamaKeys(DenseKeys, frozen=True, kw_only=True):
@@ -13,11 +13,7 @@ class LlamaKeys(DenseKeys, frozen=True, kw_only=True):
 
 
 def describe(hf: LlamaKeys) -> DecoderSpec:
-    def layer(kind: str) -> Layer:
-        attention = hf.attention(kind, bias=hf.attention_bias, out_bias=hf.attention_bias)
-        return Layer(attention, hf.mlp(bias=hf.mlp_bias))
-
-    return hf.decoder("LlamaForCausalLM", map(layer, hf.kinds))
+    return hf.decoder("LlamaForCausalLM", hf.layers())
 
 
 FAMILY = Family("llama", "LlamaForCausalLM", LlamaKeys, describe)

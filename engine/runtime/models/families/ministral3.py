@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from engine.runtime.models.dense import FULL_ATTENTION, DenseKeys
 from engine.runtime.models.family import Family
 from engine.runtime.models.rope import RopeRules, UnsupportedRope, chosen, positive_number
-from engine.runtime.models.spec import DecoderSpec, Layer, Llama3, Rope, Tempering, Yarn
+from engine.runtime.models.spec import DecoderSpec, Llama3, Rope, Tempering, Yarn
 
 BETA = "llama_4_scaling_beta"
 SILENT: Mapping[str, Any] = {
@@ -53,8 +53,7 @@ def describe(hf: Ministral3Keys) -> DecoderSpec:
     assert isinstance(scaling, Yarn | Llama3)
     beta = float(chosen(hf.rope_fields)[1][BETA])
     tempering = Tempering(beta, scaling.original_context_len)
-    layers = (Layer(hf.attention(kind, tempering=tempering), hf.mlp()) for kind in hf.kinds)
-    return hf.decoder("Ministral3ForCausalLM", layers)
+    return hf.decoder("Ministral3ForCausalLM", hf.layers(tempering=tempering))
 
 
 FAMILY = Family("ministral3", "Ministral3ForCausalLM", Ministral3Keys, describe)

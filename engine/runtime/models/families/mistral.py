@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from engine.runtime.models.dense import DEFAULT_WINDOW, DenseKeys
 from engine.runtime.models.family import Family
-from engine.runtime.models.spec import DecoderSpec, Layer
+from engine.runtime.models.spec import DecoderSpec
 
 
 class MistralKeys(DenseKeys, frozen=True, kw_only=True):
@@ -17,8 +17,7 @@ class MistralKeys(DenseKeys, frozen=True, kw_only=True):
 
 
 def describe(hf: MistralKeys, architecture: str = "MistralForCausalLM") -> DecoderSpec:
-    layers = (Layer(hf.attention(kind), hf.mlp()) for kind in hf.kinds)
-    return hf.decoder(architecture, layers)
+    return hf.decoder(architecture, hf.layers())
 
 
 FAMILY = Family("mistral", "MistralForCausalLM", MistralKeys, describe)

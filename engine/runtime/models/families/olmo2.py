@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from engine.runtime.models.dense import DenseKeys
 from engine.runtime.models.family import Family
-from engine.runtime.models.spec import DecoderSpec, Layer, Names
+from engine.runtime.models.spec import DecoderSpec, Names
 
 NAMES = Names(attention_post_norm="post_attention_layernorm", mlp_post_norm="post_feedforward_layernorm")
 
@@ -16,9 +16,7 @@ class Olmo2Keys(DenseKeys, frozen=True, kw_only=True):
 
 
 def describe(hf: Olmo2Keys, architecture: str = "Olmo2ForCausalLM") -> DecoderSpec:
-    options = {"bias": hf.attention_bias, "out_bias": hf.attention_bias, "qk_norm": "width"}
-    layers = (Layer(hf.attention(kind, **options), hf.mlp(), "behind") for kind in hf.kinds)
-    return hf.decoder(architecture, layers, names=NAMES)
+    return hf.decoder(architecture, hf.layers("behind", qk_norm="width"), names=NAMES)
 
 
 FAMILY = Family("olmo2", "Olmo2ForCausalLM", Olmo2Keys, describe)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from engine.runtime.models.dense import DEFAULT_WINDOW, every
+from engine.runtime.models.dense import DEFAULT_WINDOW
 from engine.runtime.models.families.olmo2 import Olmo2Keys
 from engine.runtime.models.families.olmo2 import describe as describe_olmo2
 from engine.runtime.models.family import Family
@@ -20,7 +20,7 @@ class Olmo3Keys(Olmo2Keys, frozen=True, kw_only=True):
 
     @property
     def kinds(self) -> list[str]:
-        return self.layer_types or every(4, self.num_hidden_layers)
+        return self.every(4)
 
     def rope(self, kind: str) -> Rope | None:
         return read_ropes(self.rope_fields, self.rope_rules, self.width)[kind]

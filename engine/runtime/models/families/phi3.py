@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from engine.runtime.models.dense import DenseKeys
 from engine.runtime.models.family import Family
 from engine.runtime.models.rope import RopeRules
-from engine.runtime.models.spec import DecoderSpec, Layer, Names
+from engine.runtime.models.spec import DecoderSpec, Names
 
 NAMES = Names(qkv=("self_attn.qkv_proj",), gate_up=("mlp.gate_up_proj",))
 ORIGINAL_LEN = 4096
@@ -31,8 +31,7 @@ class Phi3Keys(DenseKeys, frozen=True, kw_only=True):
 
 
 def describe(hf: Phi3Keys) -> DecoderSpec:
-    layers = (Layer(hf.attention(kind), hf.mlp()) for kind in hf.kinds)
-    return hf.decoder("Phi3ForCausalLM", layers, names=NAMES)
+    return hf.decoder("Phi3ForCausalLM", hf.layers(), names=NAMES)
 
 
 FAMILY = Family("phi3", "Phi3ForCausalLM", Phi3Keys, describe)

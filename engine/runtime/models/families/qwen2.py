@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from engine.runtime.models.dense import DEFAULT_WINDOW, FULL_ATTENTION, SLIDING_ATTENTION, DenseKeys
 from engine.runtime.models.family import Family
-from engine.runtime.models.spec import DecoderSpec, Layer
+from engine.runtime.models.spec import DecoderSpec
 
 
 class Qwen2Keys(DenseKeys, frozen=True, kw_only=True):
@@ -31,8 +31,7 @@ class Qwen2Keys(DenseKeys, frozen=True, kw_only=True):
 
 
 def describe(hf: Qwen2Keys) -> DecoderSpec:
-    layers = (Layer(hf.attention(kind, bias=True), hf.mlp()) for kind in hf.kinds)
-    return hf.decoder("Qwen2ForCausalLM", layers)
+    return hf.decoder("Qwen2ForCausalLM", hf.layers(bias=True))
 
 
 FAMILY = Family("qwen2", "Qwen2ForCausalLM", Qwen2Keys, describe)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from engine.runtime.models.families.qwen2 import Qwen2Keys
 from engine.runtime.models.family import Family
-from engine.runtime.models.spec import DecoderSpec, Layer
+from engine.runtime.models.spec import DecoderSpec
 
 
 class Qwen3Keys(Qwen2Keys, frozen=True, kw_only=True):
@@ -16,9 +16,7 @@ class Qwen3Keys(Qwen2Keys, frozen=True, kw_only=True):
 
 
 def describe(hf: Qwen3Keys) -> DecoderSpec:
-    biases = {"bias": hf.attention_bias, "out_bias": hf.attention_bias}
-    layers = (Layer(hf.attention(kind, qk_norm="heads", **biases), hf.mlp()) for kind in hf.kinds)
-    return hf.decoder("Qwen3ForCausalLM", layers)
+    return hf.decoder("Qwen3ForCausalLM", hf.layers(qk_norm="heads"))
 
 
 FAMILY = Family("qwen3", "Qwen3ForCausalLM", Qwen3Keys, describe)

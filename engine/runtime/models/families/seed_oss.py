@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from engine.runtime.models.dense import DenseKeys
 from engine.runtime.models.family import Family
-from engine.runtime.models.spec import DecoderSpec, Layer
+from engine.runtime.models.spec import DecoderSpec
 
 
 class SeedOssKeys(DenseKeys, frozen=True, kw_only=True):
@@ -16,11 +16,7 @@ class SeedOssKeys(DenseKeys, frozen=True, kw_only=True):
 
 
 def describe(hf: SeedOssKeys) -> DecoderSpec:
-    def layer(kind: str) -> Layer:
-        attention = hf.attention(kind, bias=hf.attention_bias, out_bias=hf.attention_out_bias)
-        return Layer(attention, hf.mlp(bias=hf.mlp_bias))
-
-    return hf.decoder("SeedOssForCausalLM", map(layer, hf.kinds))
+    return hf.decoder("SeedOssForCausalLM", hf.layers(out_bias=hf.attention_out_bias))
 
 
 FAMILY = Family("seed_oss", "SeedOssForCausalLM", SeedOssKeys, describe)

@@ -50,9 +50,7 @@ class Smollm3Keys(DenseKeys, frozen=True, kw_only=True):
 
 def describe(hf: Smollm3Keys) -> DecoderSpec:
     def layer(kind: str, told: int) -> Layer:
-        options = {"bias": hf.attention_bias, "out_bias": hf.attention_bias}
-        rope = hf.rope(kind) if told else None
-        return Layer(hf.attention(kind, rope=rope, **options), hf.mlp(bias=hf.mlp_bias))
+        return Layer(hf.attention(kind, rope=hf.rope(kind) if told else None), hf.mlp())
 
     return hf.decoder("SmolLM3ForCausalLM", map(layer, hf.kinds, hf.is_told))
 

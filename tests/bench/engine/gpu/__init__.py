@@ -14,7 +14,8 @@ weights.
 Theory of the floors. A decode step of batch B at context L must read its weights once and B contexts of keys
 and values, and multiply 2 P numbers per row:
     max(W / bandwidth, 2 P B / rate) + B L kv / bandwidth
-With delta nets it reads and writes B states beside.
+With delta nets it reads and writes B states beside. Where each row verifies k drafts it multiplies B (k + 1)
+rows, and reads weights and contexts once as without.
 A prefill of L tokens multiplies 2 P numbers per token, and its attention 2 Hq D L per layer and token, half
 of the square being masked:
     L (2 P + 2 Hq D layers L) / rate

@@ -20,7 +20,7 @@ from engine.runtime.setup.backends import NAMES, BackendChoice, Need, choose
 from engine.runtime.setup.model_errors import BadRunnerConfig
 from engine.runtime.step.batch import Row
 from engine.runtime.step.kv_cache import KVCache, KVGeometry
-from engine.runtime.step.protocols import AttentionSpec, Chunk
+from engine.runtime.step.protocols import Ahead, AttentionSpec, Chunk
 from engine.runtime.step.states import StateGeometry, States
 from engine.runtime.weights.parameters import DeltaWeights
 from tests.bench.engine.gpu.measuring import check, graph_ms
@@ -55,8 +55,9 @@ def chosen(name: str, kv_dtype: torch.dtype) -> tuple[BackendChoice, int]:
 
 
 def decode(
-    batch: int, context: int, kv_dtype: torch.dtype = torch.bfloat16, name: str = "triton"
+    batch: int, context: int, kv_dtype: torch.dtype = torch.bfloat16, name: str = "triton", drafts: int = 0
 ) -> dict[str, Any]:
+    """`drafts`: those that each row verifies, whose tokens read its keys together where a back end can."""
     choice, page_size = chosen(name, kv_dtype)
     width = -(-context // page_size)
     pages = batch * width
@@ -66,19 +67,22 @@ def decode(
     for part in (*cache.keys, *cache.values):
         part.copy_(torch.randn(part.shape, dtype=torch.bfloat16, device=CUDA))
     spec = AttentionSpec(HEADS, KV_HEADS, DIM, [None] * layers)
-    bounds = Bounds(batch, context, torch.cuda.get_device_properties(0).multi_processor_count)
+    tokens, processors = drafts + 1, torch.cuda.get_device_properties(0).multi_processor_count
+    bounds = Bounds(batch * tokens, context, processors, tokens)
     back_end, _ = build_backends(choice, cache, spec, torch.bfloat16, bounds)
-    tables = torch.randperm(pages, device=CUDA).int().view(batch, width)
-    lengths = torch.full((batch,), context, dtype=torch.int32, device=CUDA)
-    q = torch.randn(batch, HEADS, DIM, dtype=torch.bfloat16, device=CUDA)
-    back_end.plan([context] * batch)
+    tables = torch.randperm(pages, device=CUDA).int().view(batch, width).repeat_interleave(tokens, 0)
+    before = torch.arange(tokens, dtype=torch.int32, device=CUDA).repeat(batch)
+    lengths = before + (context - drafts)
+    q = torch.randn(batch * tokens, HEADS, DIM, dtype=torch.bfloat16, device=CUDA)
+    back_end.plan(lengths.tolist())
+    ahead = Ahead(before, drafts - before, before, tokens) if drafts else None
 
     def run() -> None:
-        step = back_end.on_device(tables, lengths)
+        step = back_end.on_device(tables, lengths, ahead)
         for layer in range(layers):
             step(layer, q)
 
-    assert torch.isfinite(back_end.on_device(tables, lengths)(0, q)).all(), "not finite"
+    assert torch.isfinite(back_end.on_device(tables, lengths, ahead)(0, q)).all(), "not finite"
     us = graph_ms(run) / layers * 1e3
     return {
         "back_end": str(choice.decode),
@@ -155,6 +159,9 @@ def main() -> int:
     for batch, context in ((1, 2048), (1, 32_768), (32, 2048), (32, 4096), (256, 2048)):
         row = f"decode attention batch {batch} context {context}"
         ok &= check("attention", row, partial(decode, batch, context))
+    for drafts in (1, 3, 7, 15):
+        row = f"decode attention batch 32 context 4096 with {drafts} drafts"
+        ok &= check("attention", row, partial(decode, 32, 4096, drafts=drafts))
     for kv_dtype, suffix in ((torch.bfloat16, ""), (FP8, " fp8")):
         for name in NAMES:
             row = f"decode attention batch 32 context 4096{suffix} by {name}"

@@ -107,13 +107,14 @@ def decode_floor_s(
     floors: tuple[float, float],
     weight_bytes: float = 2.0,
     kv_itemsize: int = 2,
+    tokens: int = 1,
 ) -> float:
     """The least time of a decode step, by the package's formula. `weight_bytes`: bytes per parameter of the
-    layers; the head is in bf16."""
+    layers; the head is in bf16. `tokens`: those of each row, with the drafts that it verifies."""
     bandwidth, flops = floors
     layers, head = layer_parameters(config), head_parameters(config)
     reads = layers * weight_bytes + head * 2
-    weights = max(reads / bandwidth, 2 * (layers + head) * batch / flops)
+    weights = max(reads / bandwidth, 2 * (layers + head) * batch * tokens / flops)
     kept = context * kv_bytes(config, kv_itemsize) + 2 * state_bytes(config)  # states are written, too
     return weights + batch * kept / bandwidth
 

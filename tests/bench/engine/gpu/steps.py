@@ -22,8 +22,8 @@ from engine.contract.messages import SamplingParams
 from engine.runtime.attention.triton_paged import LibraryPrefill, TritonDecode, TritonPrefill
 from engine.runtime.device.device_decoder import DecodeStep, DeviceDecoder, StepTokens
 from engine.runtime.device.device_sampling import DeviceSampling, SamplingScratch, sample
-from engine.runtime.device.device_shard import OVERLAP_CAPABILITY
-from engine.runtime.device.graphs import CudaGraphDevice, DecodeGraphs
+from engine.runtime.device.device_shard import DRAFTS_MAX, OVERLAP_CAPABILITY
+from engine.runtime.device.graphs import CudaGraphDevice, DecodeGraphs, Drafted, StepShape
 from engine.runtime.device.kernel_timing import DeviceTimer, shortest_replay_us
 from engine.runtime.kernels.autotune import (
     DeviceLinear,
@@ -60,6 +60,7 @@ PAGE = 64
 CONTEXT = 2048
 ROW_LIMIT_S = 150.0
 """The longest time of a row: the first one of a model compiles its kernels."""
+DRAFTED_BATCHES, DRAFTED = (1, 8, 32), (0, 1, 2, 3, 4, 6, 8)
 _TABLES: dict[str, MatmulTable] = {}
 """The fastest kernels of each model, which is made more than once."""
 
@@ -104,6 +105,24 @@ class Bench:
         overlap = [found.value for found in graphs.overlaps.values()]
         return self._shares(ms, batch, context, kv_dtype) | {"overlap": overlap}
 
+    def verify(self, batch: int, context: int, drafts: int) -> dict[str, Any]:
+        """Measure a step in which each row verifies so many drafts, as a graph."""
+        tokens, slots = drafts + 1, range(batch)
+        step = self._step(batch, context, torch.bfloat16, tokens)
+        together = next(count for count in step.attention.together if count >= tokens)
+        shape = StepShape(batch * tokens, together)
+        graphs = DecodeGraphs(step, [batch], batch, CUDA, verified=[shape])
+        before = [at for _ in slots for at in range(tokens)]
+        drafted = Drafted(before, [drafts - at for at in before], [-1] * len(before))
+        rows = [slot for slot in slots for _ in range(tokens)], [context - drafts + at for at in before]
+        with ThreadPoolExecutor(usable_cores()) as workers, compiling_in(workers, CUDA):
+            graphs.eager(*rows, drafted)
+        graphs.capture(CudaGraphDevice(), lambda *_: None)
+        assert (graphs.replay(*rows, drafted)[0] >= 0).all(), "logits are not finite"
+        ms = span_ms(lambda: graphs.replay(*rows, drafted))
+        found = self._shares(ms, batch, context, torch.bfloat16, tokens)
+        return found | {"drafts": drafts, "together": together}
+
     def replayer(self, batch: int, context: int, *, dependently: bool) -> Callable[[], object]:
         """Runs a step of random tokens by its graph."""
         step = replace(self._step(batch, context, torch.bfloat16), launches_dependently=dependently)
@@ -133,31 +152,33 @@ class Bench:
             assert torch.equal(own, expected), "differs from the step whose launches are plain"
         return self._shares(ms, batch, context, torch.bfloat16) | {"plain_ms": plain_ms}
 
-    def _step(self, batch: int, context: int, kv_dtype: torch.dtype) -> DecodeStep:
+    def _step(self, batch: int, context: int, kv_dtype: torch.dtype, tokens: int = 1) -> DecodeStep:
+        """`tokens`: those of a row."""
         config, width = self.config, -(-context // PAGE)
         cache = self.cache(batch * width * PAGE, kv_dtype)
-        sizes: dict[str, Any] = {"rows_max": batch, "multiprocessors": self.multiprocessors}
+        sizes: dict[str, Any] = {"rows_max": batch * tokens, "multiprocessors": self.multiprocessors}
+        sizes |= {"together_max": DRAFTS_MAX + 1} if tokens > 1 else {}
         attention = TritonDecode(cache, self.spec, **sizes, dtype=self.decoder.dtype)
         table = torch.zeros(batch + 1, width, dtype=torch.int32, device=CUDA)
         table[:batch] = torch.randperm(batch * width, device=CUDA).int().view(batch, width)
         table[batch] = batch * width
-        tokens = torch.randint(config.vocab_size, (batch + 1, context + 1), device=CUDA).int()
+        known = torch.randint(config.vocab_size, (batch + 1, context + 1), device=CUDA).int()
         sampling = DeviceSampling.empty(batch + 1, config.vocab_size, CUDA)
         asked = [SamplingParams(seed=slot, max_tokens=1) for slot in range(batch)]
         sampling.seat_all(range(batch), asked, [context + 1] * batch)
-        scratch = SamplingScratch.empty(batch, config.vocab_size, self.decoder.dtype, CUDA)
-        tables = tokens, table, sampling, scratch
+        scratch = SamplingScratch.empty(batch * tokens, config.vocab_size, self.decoder.dtype, CUDA)
+        tables = known, table, sampling, scratch
         return DecodeStep(self.decoder, cache, attention, *tables, states=self._states(batch + 1))
 
     def _states(self, slots: int) -> States | None:
         geometry = StateGeometry.of(self.config, self.decoder.dtype)
         return States(geometry, slots, CUDA) if self.config.deltas else None
 
-    def _shares(self, ms: float, batch: int, context: int, kv_dtype: torch.dtype) -> dict[str, Any]:
-        weight_bytes = 1.0 if self.fp8 else 2.0
-        floor_ms = (
-            decode_floor_s(self.config, batch, context, floors(), weight_bytes, kv_dtype.itemsize) * 1e3
-        )
+    def _shares(
+        self, ms: float, batch: int, context: int, kv_dtype: torch.dtype, tokens: int = 1
+    ) -> dict[str, Any]:
+        sizes = 1.0 if self.fp8 else 2.0, kv_dtype.itemsize, tokens
+        floor_ms = decode_floor_s(self.config, batch, context, floors(), *sizes) * 1e3
         fields = {"model": self.name, "batch": batch, "context": context, "ms": ms, "floor_ms": floor_ms}
         return fields | {"share": floor_ms / ms, "tokens_per_s": batch / ms * 1e3}
 
@@ -228,6 +249,10 @@ def _decode(
     return make().decode(batch, context, kv_dtype)
 
 
+def _verify(make: MakeBench, batch: int, drafts: int) -> dict[str, Any]:
+    return make().verify(batch, CONTEXT, drafts)
+
+
 def _decode_dependently(make: MakeBench, batch: int, context: int) -> dict[str, Any]:
     return make().decode_dependently(batch, context)
 
@@ -260,6 +285,20 @@ def targets(name: str, batches: Sequence[int], prompts: Sequence[int] = ()) -> b
         run = partial(_prefill, make, length, LibraryPrefill)
         ok &= check("steps", f"prefill {name} {length}", run, limit_s=ROW_LIMIT_S)
         torch.cuda.empty_cache()
+    return ok
+
+
+def drafted(name: str, batches: Sequence[int], drafts: Sequence[int]) -> bool:
+    """Measure steps in which each row verifies drafts."""
+    ok, make = True, _made(name)
+    for batch in batches:
+        for count in drafts:
+            row = f"drafts {name} batch {batch} of {count} context {CONTEXT}"
+            if count:
+                ok &= check("steps", row, partial(_verify, make, batch, count), limit_s=ROW_LIMIT_S)
+            else:
+                ok &= check("steps", row, partial(_decode, make, batch), limit_s=ROW_LIMIT_S)
+            torch.cuda.empty_cache()
     return ok
 
 
@@ -338,6 +377,8 @@ def main() -> int:
         partial(targets, FP8, (1,)),
         partial(targets, HYBRID, (1, 32, 256), (2048,)),
         flat_rows,
+        partial(drafted, LLAMA, DRAFTED_BATCHES, DRAFTED),
+        partial(drafted, QWEN, DRAFTED_BATCHES, DRAFTED),
         partial(overlapped, LLAMA, (1, 32, 256)),
         partial(overlapped, QWEN, (1, 32, 256)),
         partial(overlapped, HYBRID, (1,)),

@@ -131,7 +131,7 @@ class FakeCard:
 
 
 def fake_config(path: Path, **overrides: Any) -> RunnerConfig:
-    """A small one, in fp32."""
+    """A small one, in fp32. Without drafts, whose graphs the interpreter takes its time for."""
     settings: dict[str, Any] = {
         "dtype": "float32",
         "page_size": 16,
@@ -141,6 +141,7 @@ def fake_config(path: Path, **overrides: Any) -> RunnerConfig:
         "swap_memory": 1 << 20,
         "threads": 1,
         "attention_backend": "triton",
+        "max_drafts": 0,
     } | overrides
     return RunnerConfig(str(path), **settings)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Generic, TypeVar
 
 import pytest
@@ -13,7 +14,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine.runtime.device.graphs import DecodeGraphs, DecodeInputs, Overlap, batch_buckets
+from engine.runtime.device.graphs import (
+    DecodeGraphs,
+    DecodeInputs,
+    Drafted,
+    Overlap,
+    StepShape,
+    batch_buckets,
+    verify_buckets,
+    verify_shapes,
+)
 from engine.runtime.kernels.autotune import Timer
 
 CPU = torch.device("cpu")
@@ -233,3 +243,76 @@ def test_too_many_rows_and_a_taken_padding_slot_are_the_callers_mistake() -> Non
     for slots in ([], list(range(8)) * 2, [PADDING]):
         with pytest.raises(AssertionError):
             own.eager(slots, [1] * len(slots))
+
+
+# -- drafts ---------------------------------------------------------------------------------------
+
+
+@given(st.integers(2, 600))
+def test_buckets_of_steps_with_drafts_are_few_and_waste_a_third_at_most(tokens_max: int) -> None:
+    buckets = verify_buckets(tokens_max)
+    assert list(buckets) == sorted(set(buckets))
+    assert (buckets[0], buckets[-1]) == (2, tokens_max)
+    assert all(2 * later <= 3 * earlier + 1 for earlier, later in pairwise(buckets))
+    assert len(buckets) <= 18
+
+
+def test_shapes_are_those_that_a_row_fits_into() -> None:
+    """A row that needs the wider kernel has more tokens than the narrow one has room for."""
+    shapes = verify_shapes(verify_buckets(12), (4, 16))
+    assert shapes == [(2, 4), (3, 4), (4, 4), (6, 4), (6, 16), (8, 4), (8, 16), (12, 4), (12, 16)]
+    assert len(verify_shapes(verify_buckets(512), (4, 16))) == 31
+
+
+class Verifying(Model):
+    """A step whose answer says of each token how many drafts are before it, and whether it has a mask."""
+
+    def step(self, inputs: DecodeInputs) -> Tensor:
+        found = super().step(inputs)
+        if inputs.ahead is None:
+            return found
+        assert inputs.ahead.most > int(inputs.ahead.behind.max())
+        return found * 100 + inputs.ahead.before * 10 + inputs.ahead.masked_by
+
+
+@pytest.mark.parametrize(("drafts", "shape"), [([2, 0], (4, 4)), ([3, 3, 0, 1], (12, 4)), ([6], (8, 16))])
+def test_a_step_with_drafts_is_replayed_by_its_tokens(drafts: list[int], shape: tuple[int, int]) -> None:
+    """Padded with rows of one token, without a mask; beside plain steps, which are captured as before."""
+    own = DecodeGraphs(
+        Verifying().step, batch_buckets(4), PADDING, CPU, verified=verify_shapes(verify_buckets(12), (4, 16))
+    )
+    device = FakeDevice()
+    own.capture(device, lambda done, of: None)
+    assert len(device.log) == 2 * (len(own.buckets) + len(own.verified))
+    before = [at for own_drafts in drafts for at in range(own_drafts + 1)]
+    behind = [own_drafts - at for own_drafts in drafts for at in range(own_drafts + 1)]
+    drafted = Drafted(before, behind, [at % 3 for at in range(len(before))])
+    assert drafted.counts == [own_drafts + 1 for own_drafts in drafts]
+    slots, lengths = [at % 9 for at in range(len(before))], list(range(7, 7 + len(before)))
+    assert own.takes(len(slots), drafted)
+    found = own.run(slots, lengths, drafted)
+    assert len(found) == shape[0]
+    columns = zip(slots, lengths, before, drafted.masked_by, strict=True)
+    assert found[: len(slots)].tolist() == [
+        ((10 + slot) * 100 + length) * 100 + at * 10 + mask for slot, length, at, mask in columns
+    ]
+    assert found[len(slots) :].tolist() == [190099] * (shape[0] - len(slots))
+    assert torch.equal(own.eager(slots, lengths, drafted), found)
+    assert own.run([1, 2], [5, 6]).tolist() == [1105, 1206]
+
+
+def test_what_no_graph_is_for_is_said() -> None:
+    own = DecodeGraphs(Model().step, [4], PADDING, CPU, verified=[StepShape(6, 4)])
+    assert own.takes(4)
+    assert not own.takes(5)
+    assert own.takes(6, Drafted([0, 1, 2, 0, 1, 0], [2, 1, 0, 1, 0, 0], [-1] * 6))
+    assert not own.takes(5, Drafted([0, 1, 2, 3, 4], [4, 3, 2, 1, 0], [-1] * 5)), "a tile has room for 4"
+    assert not own.takes(8, Drafted([0, 1] * 4, [1, 0] * 4, [-1] * 8))
+
+
+def test_inputs_with_drafts_lie_where_a_step_without_a_graph_has_them() -> None:
+    inputs = DecodeInputs.empty(6, CPU, 4)
+    assert inputs.ahead is not None
+    columns = [inputs.slots, inputs.lengths, inputs.ahead.before, inputs.ahead.behind, inputs.ahead.masked_by]
+    assert {(column.data_ptr() - inputs.slots.data_ptr()) % 16 for column in columns} == {0}
+    assert {len(column) for column in columns} == {6}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,7 +13,9 @@ from engine.contract.messages import RunnerInfo
 from engine.runtime.device import device_shard as loading
 from engine.runtime.device.card import CudaCard, MemoryReading
 from engine.runtime.device.device_shard import enough_memory, largest_plans, load_on_card
+from engine.runtime.device.graphs import batch_buckets
 from engine.runtime.device.memory import MemoryProfile
+from engine.runtime.device.slots import DeviceBatch, DeviceSlots
 from engine.runtime.setup.model_errors import DoesNotFit
 from engine.runtime.setup.runner_config import RunnerConfig
 from tests.engine.models import reference_greedy
@@ -178,6 +181,51 @@ def test_the_largest_step_has_the_most_rows_and_then_the_longest(
     assert [plan.lengths for plan in plans] == lengths
     assert all(sum(plan.lengths) <= max(tokens, slots * 19) for plan in plans)
     assert {page for plan in plans for _, pages in plan.grown for page in pages} <= {0}
+
+
+@pytest.mark.parametrize(
+    ("slots", "context", "tokens", "lengths"),
+    [
+        (4, 100, 32, [5, 5, 5, 5]),
+        (4, 100, 18, [3, 5, 5, 5]),
+        (4, 10, 64, [1, 1, 1, 1]),
+        (3, 100, 64, [5, 5, 5]),
+        (8, 100, 64, [1, 1, 1, 3, 5, 5, 5, 5]),
+    ],
+)
+def test_between_them_is_one_of_as_many_tokens_behind_drafts(
+    slots: int, context: int, tokens: int, lengths: list[int]
+) -> None:
+    """It follows from the one before, within the pages that that has given."""
+    together = min(slots * 4, 18)
+    info = RunnerInfo(1, 16, slots, context, 320, "float32", 0.0, 0.0, drafts_max=4, drafts_together=together)
+    first, verifying, _ = largest_plans(info, tokens)
+    assert sorted(verifying.lengths) == lengths
+    own = DeviceSlots(slots, context, 16, 320, 1, torch.device("cpu"), together)
+    for plan in (first, verifying):
+        own.apply(plan)
+        assert DeviceBatch.of(plan, own).tokens <= tokens
+        own.append(plan.slots)
+
+
+def test_graphs_of_steps_with_drafts_are_set_aside_too(
+    config: RunnerConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many as there are numbers of tokens and tiles of attention."""
+    profiles: list[MemoryProfile] = []
+
+    def count(profile: MemoryProfile, *_: float) -> int:
+        profiles.append(profile)
+        return 7
+
+    monkeypatch.setattr(loading, "kv_page_count", count)
+    more = [*READINGS, MemoryReading(1000 * MIB, 666 * MIB, 170 * MIB, 0)]
+    drafting = replace(config, max_drafts=1, max_num_seqs=2)
+    runner = load_on_card(drafting, card := FakeCard(more), lambda stage: None)
+    shapes = len(batch_buckets(2)) + len(runner.steps.verified)
+    assert runner.steps.verified == [(2, 2), (3, 2), (4, 2)]
+    assert profiles[0].graphs == 20 * MIB + 3 * MIB * shapes
+    assert len(card.captured.outputs) == shapes
 
 
 def test_the_smallest_of_everything_loads(config: RunnerConfig) -> None:

@@ -24,7 +24,7 @@ from engine.runtime.start.starting import warm_up
 from tests.engine.runtime.config_oracle import Weights
 from tests.engine.runtime.conftest import MakeModel
 from tests.engine.runtime.device.card import FakeCard, Specialized, fake_config, load_fake, specialized
-from tests.engine.runtime.device.test_runner import COMPANY, HYBRID, SMALL, lead, lead_few
+from tests.engine.runtime.device.test_runner import COMPANY, HYBRID, SMALL, lead, lead_by_drafts, lead_few
 
 # the interpreter computes bfloat16 wrongly: which products overflow depends on the tiles that were drawn
 pytestmark = pytest.mark.filterwarnings(
@@ -103,6 +103,20 @@ def test_nor_does_anything_that_can_be_asked_for(tiny_model: MakeModel) -> None:
         path = tiny_model("qwen3", **SMALL)
         lead(load_fake(path, card, timed=True, max_num_seqs=slots, dtype="bfloat16"), 3)
     assert len(card.launched) >= 50
+    card.assert_compiled_before()
+
+
+@pytest.mark.parametrize("right", [0.5])
+def test_nor_do_steps_with_drafts(tiny_model: MakeModel, right: float) -> None:
+    """Alone and beside prompts, in tiles for few tokens of a row and for many."""
+    card, slots = Seen(), len(COMPANY) + 2
+    with card.watched():
+        path = tiny_model("qwen3", **SMALL | {"num_attention_heads": 4})
+        settings: dict[str, Any] = {"max_num_seqs": slots, "dtype": "bfloat16", "max_drafts": 15}
+        runner = load_fake(path, card, timed=True, **settings)
+        lead_by_drafts(runner, [[0] * 9] * len(COMPANY), right, 15)
+    assert {shape.together for shape in runner.steps.verified} == {4, 16}
+    assert "settle_kernel" in {name for name, _ in card.launched}
     card.assert_compiled_before()
 
 

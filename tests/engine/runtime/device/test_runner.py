@@ -101,10 +101,42 @@ def test_all_that_can_be_asked_for_is_as_on_a_cpu_by_graphs_and_eager(path: Path
     ]
 
 
+def lead_by_drafts(
+    runner: DeviceRunner, answers: Sequence[Sequence[int]], right: float, most: int
+) -> list[Life]:
+    """`lead`, with drafts."""
+    driver = Driver(runner)
+    lives = [driver.seat(slot, *asked) for slot, asked in enumerate(company())]
+    drafted = driver.finish_by(dict(enumerate(answers)), right, random.Random(8), chunk=24, most=most)
+    assert drafted > 9
+    return lives
+
+
+@pytest.mark.parametrize(
+    ("way", "right", "most"),
+    [("graphs", 0.7, 3), ("eager", 0.7, 15), *some([("torch", 1.0, 3), ("graphs", 0.0, 15)], usual=1)],
+)
+def test_drafts_change_nothing_that_can_be_asked_for(path: Path, way: str, right: float, most: int) -> None:
+    """Beside chunks and alone, in tiles with room for all tokens of a row and of a few; by torch's attention,
+    to which each token is a row, and which computes chunks of them beside prompts."""
+    slots = len(COMPANY) + 2
+    expected = lead(load(path, max_num_seqs=slots, max_model_len=128, kernels="torch"), 9)
+    card = FakeCard()
+    settings: dict[str, Any] = {"max_num_seqs": slots, "kv_cache_memory": 1 << 20, "max_drafts": most}
+    settings |= {"enforce_eager": way == "eager"} | ({"attention_backend": "torch"} if way == "torch" else {})
+    runner = load_fake(path, card, **settings)
+    assert runner.info.drafts_max == most
+    assert bool(runner.info.verify_shapes) == (way != "eager")
+    replays = card.captured.replays
+    found = lead_by_drafts(runner, [life.output for life in expected], right, most)
+    assert_same(found, expected)
+    assert (card.captured.replays > replays + 2) == (way != "eager")
+
+
 def test_launching_waits_for_nothing(path: Path) -> None:
-    """Seats, prompts, log-probabilities, replays, swaps, forks: all are queued. Results are collected late,
-    when later plans have taken their place on the device."""
-    runner = load_fake(path, max_num_seqs=len(COMPANY), kv_cache_memory=1 << 20)
+    """Seats, prompts, log-probabilities, replays, swaps, forks, drafts: all are queued. Results are collected
+    late, when later plans have taken their place on the device."""
+    runner = load_fake(path, max_num_seqs=len(COMPANY), kv_cache_memory=1 << 20, max_drafts=1)
     asked = company()
     seated = [SlotAssignment.of(slot, ids, len(ids), params) for slot, (ids, params) in enumerate(asked)]
     grown = [(slot, [3 * slot, 3 * slot + 1, 3 * slot + 2]) for slot in range(len(asked))]
@@ -117,10 +149,14 @@ def test_launching_waits_for_nothing(path: Path) -> None:
         forks = [(0, 16, 3), (16, 17, 2)] if step == 1 else []
         wants = [Want.SAMPLE] * len(slots)
         plans.append(Plan(step, [], [], [], slots, positions, ones, wants, *moves, forked=forks))
+    verify = slots, [n + 3 for n in known], [2] * len(slots), [Want.VERIFY] * len(slots)
+    masks = [b"\xff" * (VOCAB_SIZE // 8), b""] * len(slots)
+    plans.append(Plan(4, [], [], [], *verify, drafts=[[VOCAB_SIZE - 1]] * len(slots), masks=masks))
     with no_waits():
         flights = [runner.launch(plan) for plan in plans]
-    tokens = [list(column) for column in zip(*(flight.collect().tokens for flight in flights), strict=True)]
-    expected = lead(load(path, max_num_seqs=len(slots), max_model_len=128, kernels="torch"), 4)
+    *decoded, drafted = (flight.collect().tokens for flight in flights)
+    tokens = [list(column) for column in zip(*decoded, drafted[::2], strict=True)]
+    expected = lead(load(path, max_num_seqs=len(slots), max_model_len=128, kernels="torch"), 5)
     assert tokens == [life.output for life in expected]
 
 
@@ -156,7 +192,7 @@ def test_swapped_sequences_go_on_where_they_were(path: Path) -> None:
     assert [first.output, second.output] == reference_greedy(path, prompts, 5)
 
 
-@pytest.mark.parametrize("length", some([16, 37, 1, 15, 20], usual=2))
+@pytest.mark.parametrize("length", some([16, 37, 1, 15, 20], usual=1))
 def test_forked_sequences_go_on_as_those_that_computed_it_all(path: Path, length: int) -> None:
     """By a graph, where each computes one token, and beside a chunk. Nobody's pages hold NaN."""
     runner = load_fake(path, max_num_seqs=3, kv_cache_memory=1 << 20)
@@ -231,7 +267,7 @@ def lead_few(runner: HostRunner | DeviceRunner, outputs: int) -> list[Life]:
     return lives
 
 
-@pytest.mark.parametrize("way", ["graphs", "eager", "torch"])
+@pytest.mark.parametrize("way", some(["graphs", "torch", "eager"], usual=2))
 def test_a_model_with_states_says_on_a_device_what_it_says_on_a_cpu(
     hybrid: Path, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

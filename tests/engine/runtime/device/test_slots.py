@@ -120,3 +120,98 @@ def test_masks_are_sent_for_the_rows_that_have_one_and_an_heir_has_none(uploads:
     assert own.sampling.masks[2].tolist() == [3, 0], "of tokens beyond its end none is allowed"
     own.apply(plan(left=[2, 3], seated=[start(2, [1], 1), start(3, [1], 1)]))
     assert own.sampling.are_masked.tolist() == [0] * 5
+
+
+# -- drafts ---------------------------------------------------------------------------------------
+
+VERIFY: dict[str, Any] = {
+    "slots": [3, 0, 2, 1],
+    "positions": [1, 2, 4, 0],
+    "lengths": [1, 3, 2, 4],
+    "wants": [Want.SAMPLE, Want.VERIFY, Want.VERIFY, Want.SAMPLE],
+    "drafts": [[40, 41], [42]],
+}
+"""A decode, rows that verify two drafts and one, and a prompt."""
+
+
+def verifying(own: DeviceSlots) -> None:
+    known = {0: [7, 8, 9], 1: [1, 2, 3, 4], 2: [5] * 5, 3: [9, 8]}
+    seated = [start(slot, ids, 2, frequency_penalty=slot / 2) for slot, ids in known.items()]
+    own.apply(plan(seated=seated, grown=[(slot, [slot + 10]) for slot in known]))
+
+
+def test_a_batch_with_drafts_is_gathered_from_one_copy_beside_that_of_the_drafts(uploads: list[int]) -> None:
+    own = slots()
+    verifying(own)
+    uploads.clear()
+    step = plan(**VERIFY)
+    own.apply(step)
+    batch = DeviceBatch.of(step, own)
+    assert own.tokens[0, :5].tolist() == [7, 8, 9, 40, 41]
+    assert own.tokens[2, :6].tolist() == [5] * 5 + [42]
+    assert batch.token_ids.tolist() == [8, 9, 40, 41, 5, 42, 1, 2, 3, 4]
+    assert batch.positions.tolist() == [1, 2, 3, 4, 4, 5, 0, 1, 2, 3]
+    assert batch.sampled_at.tolist() == [0, 1, 2, 3, 4, 5, 9]
+    assert batch.sampled_slots.tolist() == [3, 0, 0, 0, 2, 2, 1]
+    assert batch.sampled_lengths.tolist() == [2, 3, 4, 5, 5, 6, 4]
+    assert batch.stream_lengths.tolist() == [2, 3, 4, 5, 5, 6]
+    assert batch.token_tables[:6, 0].tolist() == [13, 10, 10, 10, 12, 12]
+    assert batch.ahead is not None
+    assert batch.ahead.before.tolist() == [0, 0, 1, 2, 0, 1, 0]
+    assert batch.ahead.behind.tolist() == [0, 2, 1, 0, 1, 0, 0]
+    assert batch.ahead.masked_by.tolist() == [-1] * 7
+    assert (batch.ahead.most, batch.is_decode, batch.stream_tokens) == (3, False, 6)
+    assert len(uploads) == 2
+
+
+def test_streams_alone_have_a_row_for_each_token() -> None:
+    own = slots()
+    verifying(own)
+    step = plan(**{name: column[:3] if name != "drafts" else column for name, column in VERIFY.items()})
+    own.apply(step)
+    batch = DeviceBatch.of(step, own)
+    assert batch.is_decode
+    assert batch.streams == ([3, 0, 0, 0, 2, 2], [2, 3, 4, 5, 5, 6])
+
+
+def test_where_the_next_row_begins_says_how_many_drafts_were_right() -> None:
+    own = slots()
+    verifying(own)
+    step = plan(**VERIFY)
+    own.apply(step)
+    own.extend(step)
+    assert [own.seat(slot).known_len for slot in range(4)] == [3, 5, 5, 3]
+    rows = {"slots": [0, 2], "positions": [4, 5], "lengths": [1, 1], "wants": [Want.SAMPLE] * 2}
+    own.apply(plan(**rows))
+    assert [own.seat(slot).known_len for slot in (0, 2)] == [5, 6], "one right of two, and one of one"
+    own.extend(step)
+    rows["positions"] = [8, 7]
+    with pytest.raises(AssertionError, match="slot 0: 9 tokens known"):
+        own.apply(plan(**rows))
+
+
+def test_an_heir_does_not_learn_from_the_drafts_before() -> None:
+    own = slots()
+    verifying(own)
+    step = plan(**VERIFY)
+    own.apply(step)
+    own.extend(step)
+    rows = {"slots": [0], "positions": [0], "lengths": [2], "wants": [Want.SAMPLE]}
+    own.apply(plan(left=[0], seated=[start(0, [1, 2], 2)], grown=[(0, [9])], **rows))
+    assert own.seat(0).known_len == 2
+
+
+def test_masks_behind_drafts_lie_behind_those_of_all_slots(uploads: list[int]) -> None:
+    own = DeviceSlots(4, 64, 16, 50, PADDING_PAGE, CPU, drafts=3)
+    verifying(own)
+    uploads.clear()
+    masks = [b"", b"\x01\0\0\0", b"\x02\0\0\0", b"", b"", b"", b"\x04\0\0\0"]
+    step = plan(**VERIFY, masks=masks)
+    own.apply(step)
+    assert uploads == [2, 2]
+    assert own.masked_by == [-1, 0, 5, -1, -1, -1, 1]
+    assert [own.sampling.masks[place, 0].item() for place in (0, 5, 1)] == [1, 2, 4]
+    assert own.sampling.are_masked.tolist() == [1, 1, 0, 0, 0]
+    ahead = DeviceBatch.of(step, own).ahead
+    assert ahead is not None
+    assert ahead.masked_by.tolist() == own.masked_by

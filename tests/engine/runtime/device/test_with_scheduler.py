@@ -16,7 +16,9 @@ from engine.contract.messages import FinishReason, Pending, Plan, RunnerInfo, Sa
 from engine.core.queue.newcomers import AddSequence
 from engine.core.scheduler import Scheduler
 from engine.core.scheduler_config import SchedulerConfig
+from engine.core.sequence import Sequence
 from engine.runtime.device.device_runner import DeviceRunner
+from tests.bench.engine.core_window import draft_by
 from tests.effort import some
 from tests.engine.core.harness import COPIES_ARE_CHEAP, knowing
 from tests.engine.models import VOCAB_SIZE
@@ -27,12 +29,14 @@ from tests.engine.runtime.device.test_runner import HYBRID, SMALL
 from tests.engine.runtime.device.waits import no_waits
 from tests.engine.runtime.test_oracle import TOLERANCE
 from tests.engine.runtime.test_with_scheduler import all_said, serve, serve_overlapped
+from tests.fake_drafts import FakeDrafts
+from tests.fake_grammars import FakeGrammars
 from tests.gpu.loop import vacate
 
 CONFIG = SchedulerConfig(step_tokens_max=40, queue_len_max=64)
 SETTINGS: dict[str, Any] = {"max_num_seqs": 3, "max_step_tokens": 40, "max_model_len": 64}
 PAGES = 5
-COMPANY = (
+COMPANY: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0, "logprobs": 1},
     {"temperature": 0.9, "top_p": 0.9},
     {"temperature": 0.8, "top_k": 20, "frequency_penalty": 0.5},
@@ -103,6 +107,55 @@ def test_one_step_ahead_on_a_device_is_a_cpu_step_by_step(
     assert last.prefix_hit_tokens > 0
     assert (last.states.restored > 0) == (way == "states")
     assert last.pages_owned == 0
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy, where what a mask forbids is tempered
+@pytest.mark.parametrize(
+    ("right_share", "overlap"), [(0.7, True), *some([(0.7, False), (0.0, True), (1.0, True)], usual=0)]
+)
+def test_drafts_change_no_token_on_a_device(tiny_model: MakeModel, right_share: float, overlap: bool) -> None:
+    """With grammars, in a pool in which sequences are preempted: those that a CPU says without drafts. Plans
+    wait for steps in flight, or do not; launches wait for nothing."""
+    path, rng = tiny_model("qwen3", **SMALL), random.Random(4)
+    added = []
+    for handle, asked in enumerate((*COMPANY, *COMPANY[:3])):
+        prompt = rng.choices(range(VOCAB_SIZE), k=rng.choice((1, 15, 16, 30)))
+        sampling = SamplingParams(**{"seed": handle, "max_tokens": 20, "logprobs": handle % 2} | asked)
+        grammar = f"grammar {handle}" if handle % 3 == 1 else ""
+        added.append(AddSequence(handle, f"req-{handle}", prompt, sampling, grammar=grammar))
+    host = load(path, kernels="torch", **SETTINGS)
+    device = load_fake(path, kv_cache_memory=1 << 20, max_drafts=5, enforce_eager=True, **SETTINGS)
+    drafters: list[FakeDrafts] = []
+    answers: dict[int, list[int]] = {}
+
+    def drafter_of(sequence: Sequence) -> FakeDrafts:
+        own = [*added[sequence.handle].prompt_ids, *answers[sequence.handle]]
+        stops, own_rng = sequence.sampling.stop_token_ids, random.Random(sequence.handle)
+        drafters.append(FakeDrafts(own, stops, VOCAB_SIZE, right_share, own_rng))
+        return drafters[-1]
+
+    def scheduler_of(info: RunnerInfo) -> Scheduler:
+        grammars = FakeGrammars(lambda: 0.0, VOCAB_SIZE)
+        return knowing(Scheduler(CONFIG, seen(info, swaps=True), grammars=grammars), COPIES_ARE_CHEAP)
+
+    tokens, logprobs = all_said(serve(scheduler_of(host.info), host, added))
+    answers |= {handle: own[:-1] for handle, own in tokens.items()}
+    scheduler = scheduler_of(device.info)
+    draft_by(scheduler, drafter_of)
+    if overlap:
+        steps = serve_overlapped(scheduler, Unwaiting(device), added, 0.05)
+    else:
+        steps = serve(scheduler, Unwaiting(device), added)
+    tokens_drafted, logprobs_drafted = all_said(steps)
+    assert tokens_drafted == tokens
+    assert logprobs.keys() == logprobs_drafted.keys()
+    for handle, values in logprobs.items():
+        assert logprobs_drafted[handle] == pytest.approx(values, abs=TOLERANCE)
+    assert steps[-1].stats.preemptions > 0
+    verified, right = sum(each.verified for each in drafters), sum(each.right for each in drafters)
+    assert verified > 40
+    assert right > 0.2 * right_share * verified
 
 
 def test_a_prompt_that_goes_on_from_a_snapshot_says_what_it_says_cold(hybrid: Path) -> None:

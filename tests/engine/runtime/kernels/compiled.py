@@ -40,9 +40,10 @@ from engine.runtime.kernels import (
 )
 from engine.runtime.kernels.dependent_launch import dependent_launches
 from engine.runtime.models.spec import DeltaNet
+from engine.runtime.step.protocols import Ahead
 from engine.runtime.weights.fp8 import Fp8Weight
 from engine.runtime.weights.parameters import DeltaWeights
-from tests.effort import some
+from tests.effort import IS_WHOLE, some
 
 HOPPER = GPUTarget("cuda", 90, 32)
 INSTRUCTIONS = (
@@ -198,37 +199,34 @@ def before_the_wait(ptx: str) -> dict[str, int]:
 
 
 def report_dependent() -> None:
-    """Every kernel that a decode step launches."""
-    on = {"dependently": True}
+    """All that a decode step launches. But for those that read weights ahead, attention and its store, they
+    are compiled so by command alone."""
     norm = fused.Norm(meta(1024, dtype=torch.float32), 1e-6)
     stream, weight = fused.ResidualStream(meta(1, 1024), meta(1, 1024)), matrix(6144, 1024, torch.bfloat16)
-    for tile in (*some(matmul.TILES, usual=1)[:2], matmul.TILES_ALONE[1]):
-        gated = partial(matmul.normed_matmul, stream, norm, weight, tile, gated=True)
-        report(f"dependent gated {tile}", matmul, "skinny_kernel", gated, **on)
-    plain = partial(matmul.skinny_matmul, meta(1, 1024), weight, matmul.TILES[0])
-    report("dependent matmul", matmul, "skinny_kernel", plain, **on)
+    gated = partial(matmul.normed_matmul, stream, norm, weight, gated=True)
     few, tile = meta(64, 4096), split_matmul.split_tiles_for(4096, 4096, 64)[0]
-    split = partial(split_matmul.split_matmul, few, matrix(4096, 4096, torch.bfloat16), tile)
-    report("dependent split", split_matmul, "split_kernel", split, **on)
-    fp8 = matrix(4096, 4096, torch.float8_e4m3fn)
+    wide, fp8 = matrix(4096, 4096, torch.bfloat16), matrix(4096, 4096, torch.float8_e4m3fn)
     assert isinstance(fp8, Fp8Weight)
-    restore = partial(restoring.restored, fp8, torch.bfloat16)
-    report("dependent restore", restoring, "restore_kernel", restore, **on)
-    report("dependent begin", begin, "begin_step_kernel", begin_launch, **on)
-    report("dependent list_work", decode_attention, "list_work_kernel", list_launch, **on)
-    report("dependent decode", decode_attention, "decode_kernel", decode_launch(32, 8, 128), **on)
-    report("dependent store", fused, "norm_rotate_store_kernel", store_launch, **on)
-    report("dependent delta step", delta_net, "delta_step_kernel", delta_step_launch, **on)
     row = meta(32, 4096)
-    norm_of = partial(fused.rms_norm, row, meta(4096), 1e-6, row)
-    report("dependent norm", fused, "rms_norm_kernel", norm_of, **on)
-    gates = partial(fused.sigmoid_mul, meta(32, 2048), meta(32, 5120))
-    report("dependent gates", fused, "sigmoid_mul_kernel", gates, **on)
-    with recorded(fused, "norm_rotate_store_kernel"):
-        report("dependent squares", fused, "mean_squares_kernel", wide_store_launch, **on)
-    report("dependent silu", fused, "silu_mul_kernel", lambda: fused.silu_mul(meta(32, 28_672)), **on)
-    for kernel in ("measure_kernel", "weigh_kernel", "order_kernel", "choose_kernel"):
-        report(f"dependent {kernel}", device_sampling, kernel, sample_launch, **on)
+    launches: list[tuple[str, ModuleType, str, Callable[[], object]]] = [
+        ("gated", matmul, "skinny_kernel", partial(gated, matmul.TILES_ALONE[1])),
+        ("matmul", matmul, "skinny_kernel", partial(matmul.skinny_matmul, row[:1], wide, matmul.TILES[0])),
+        ("split", split_matmul, "split_kernel", partial(split_matmul.split_matmul, few, wide, tile)),
+        ("decode", decode_attention, "decode_kernel", decode_launch(32, 8, 128)),
+        ("store", fused, "norm_rotate_store_kernel", store_launch),
+        *(("gated", matmul, "skinny_kernel", partial(gated, tile)) for tile in matmul.TILES[:2]),
+        ("restore", restoring, "restore_kernel", partial(restoring.restored, fp8, torch.bfloat16)),
+        ("begin", begin, "begin_step_kernel", begin_launch),
+        ("list_work", decode_attention, "list_work_kernel", list_launch),
+        ("delta step", delta_net, "delta_step_kernel", delta_step_launch),
+        ("norm", fused, "rms_norm_kernel", partial(fused.rms_norm, row, meta(4096), 1e-6, row)),
+        ("gates", fused, "sigmoid_mul_kernel", partial(fused.sigmoid_mul, meta(32, 2048), meta(32, 5120))),
+        ("squares", fused, "mean_squares_kernel", wide_squares_launch),
+        ("silu", fused, "silu_mul_kernel", partial(fused.silu_mul, meta(32, 28_672))),
+        *(("sampling", device_sampling, name, sample_launch) for name in SAMPLING),
+    ]
+    for number, (name, module, kernel, launch) in enumerate(some(launches, usual=5)):
+        report(f"dependent {name} {number}", module, kernel, launch, dependently=True)
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -241,9 +239,10 @@ def decode_launch(
     head_dim: int,
     window: int | None = None,
     page_size: int = 64,
+    queries: int = 1,
     **kv: Any,
 ) -> Callable[[], object]:
-    """Batch 32 of an 8B model."""
+    """Batch 32 of an 8B model. `queries`: the tokens of a row for which a tile has room."""
     rows, programs, device = 32, 264, torch.device("meta")
 
     def launch() -> Tensor:
@@ -255,10 +254,12 @@ def decode_launch(
             meta(rows, 128, dtype=torch.int32),
             meta(rows, dtype=torch.int32),
             decode_attention.DecodeWork.empty(programs, device),
-            decode_attention.DecodeScratch.empty(programs, rows, heads, kv_heads, head_dim, device),
+            decode_attention.DecodeScratch.empty(programs, rows, heads, kv_heads, head_dim, device, queries),
             scale=0.1,
             window=window,
             programs=programs,
+            behind=meta(rows, dtype=torch.int32) if queries > 1 else None,
+            queries=queries,
         )
 
     return launch
@@ -266,16 +267,17 @@ def decode_launch(
 
 def report_largest_pages() -> None:
     """Of a prefill, the largest tiles; of decode, pages that are read in parts."""
-    for dim in some((256, 128, 64), usual=1):
+    for dim in (256, 128, 64):
         page: dict[str, Any] = {"page_size": 32_768 // dim}
         decode, prefill = decode_launch(8, 2, dim, **page), prefill_launch(8, 2, dim, **page)
         report(f"parts decode {dim}", decode_attention, "decode_kernel", decode)
         report(f"largest prefill {dim}", prefill_attention, "prefill_kernel", prefill)
 
 
-def list_launch() -> None:
+def list_launch(behind: Tensor | None = None) -> None:
     work = decode_attention.DecodeWork.empty(264, torch.device("meta"))
-    decode_attention.list_work(meta(256, dtype=torch.int32), 8, None, 64, work, programs=264)
+    lengths = meta(256, dtype=torch.int32)
+    decode_attention.list_work(lengths, 8, None, 64, work, programs=264, behind=behind)
 
 
 def report_decode() -> None:
@@ -283,8 +285,24 @@ def report_decode() -> None:
     report("list_work", module, "list_work_kernel", list_launch)
     report("decode 8B", module, "decode_kernel", decode_launch(32, 8, 128))
     report("decode window", module, "decode_kernel", decode_launch(28, 4, 128, 4096))
-    report("decode Qwen3.5", module, "decode_kernel", decode_launch(8, 2, 256))
     report("decode fp8 cache", module, "decode_kernel", decode_launch(32, 8, 128, dtype=torch.float8_e4m3fn))
+    own = meta(256, dtype=torch.int32)
+    report("list_work drafts", module, "list_work_kernel", partial(list_launch, own))
+    fp8: dict[str, Any] = {"dtype": torch.float8_e4m3fn}
+    drafted = [
+        ("8B", decode_launch(32, 8, 128, queries=4)),
+        ("fp8 cache wide", decode_launch(32, 8, 128, queries=16, **fp8)),
+    ]
+    if IS_WHOLE:
+        report("decode Qwen3.5", module, "decode_kernel", decode_launch(8, 2, 256))
+        drafted += [
+            ("8B wide", decode_launch(32, 8, 128, queries=16)),
+            ("window wide", decode_launch(28, 4, 128, 4096, queries=8)),
+            ("large heads wide", decode_launch(8, 2, 256, queries=8)),
+            ("fp8 cache", decode_launch(32, 8, 128, queries=4, **fp8)),
+        ]
+    for name, launch in drafted:
+        report(f"decode drafts {name}", module, "decode_kernel", launch)
 
 
 def prefill_launch(
@@ -311,11 +329,11 @@ def prefill_launch(
 def report_prefill() -> None:
     module = prefill_attention
     report("prefill 8B", module, "prefill_kernel", prefill_launch(32, 8, 128))
-    report("prefill Qwen3.5", module, "prefill_kernel", prefill_launch(8, 2, 256))
     report("prefill window", module, "prefill_kernel", prefill_launch(28, 4, 128, 4096))
-    report(
-        "prefill fp8 cache", module, "prefill_kernel", prefill_launch(32, 8, 128, dtype=torch.float8_e4m3fn)
-    )
+    fp8 = prefill_launch(32, 8, 128, dtype=torch.float8_e4m3fn)
+    report("prefill fp8 cache", module, "prefill_kernel", fp8)
+    if IS_WHOLE:
+        report("prefill Qwen3.5", module, "prefill_kernel", prefill_launch(8, 2, 256))
 
 
 def gated_store_launch() -> Tensor:
@@ -335,20 +353,18 @@ def wide_store_launch() -> Tensor:
     return fused.norm_rotate_store(qkv, angles, norm, cache, cache, place, place)
 
 
+def wide_squares_launch() -> None:
+    """The norm of these heads alone."""
+    with recorded(fused, "norm_rotate_store_kernel"):
+        wide_store_launch()
+
+
 def store_launch(clear_tails: bool = False, **kv: Any) -> Tensor:
     """32 tokens of a Qwen3-8B."""
     cache, place = meta(1000, 8, 64, 128, **kv), meta(32, dtype=torch.int64)
     norm = fused.QKNorm(meta(128), meta(128), 1e-6)
-    return fused.norm_rotate_store(
-        meta(32, 48 * 128),
-        (meta(32, 64), meta(32, 64)),
-        norm,
-        cache,
-        cache,
-        place,
-        place,
-        clear_tails=clear_tails,
-    )
+    qkv, angles = meta(32, 48 * 128), (meta(32, 64), meta(32, 64))
+    return fused.norm_rotate_store(qkv, angles, norm, cache, cache, place, place, clear_tails=clear_tails)
 
 
 def report_fused() -> None:
@@ -357,32 +373,32 @@ def report_fused() -> None:
     report("rms_norm", fused, "rms_norm_kernel", lambda: fused.rms_norm(x, weight, 1e-6, x))
     fp8 = torch.float8_e4m3fn
     report("norm_rotate_store fp8", fused, "norm_rotate_store_kernel", lambda: store_launch(dtype=fp8))
-    report("norm_rotate_store gated", fused, "norm_rotate_store_kernel", gated_store_launch)
-    with recorded(fused, "norm_rotate_store_kernel"):
-        report("mean_squares", fused, "mean_squares_kernel", wide_store_launch)
     with recorded(fused, "mean_squares_kernel"):
         report("norm_rotate_store wide", fused, "norm_rotate_store_kernel", wide_store_launch)
-    report("norm_rotate_store clear", fused, "norm_rotate_store_kernel", lambda: store_launch(True))
-    gelu = partial(fused.silu_mul, meta(32, 2 * 6912), gelu=True)
-    report("gelu_mul", fused, "silu_mul_kernel", gelu)
     report("silu_mul", fused, "silu_mul_kernel", lambda: fused.silu_mul(meta(32, 2 * 14336)))
+    if IS_WHOLE:
+        report("norm_rotate_store gated", fused, "norm_rotate_store_kernel", gated_store_launch)
+        report("mean_squares", fused, "mean_squares_kernel", wide_squares_launch)
+        report("norm_rotate_store clear", fused, "norm_rotate_store_kernel", lambda: store_launch(True))
+        gelu = partial(fused.silu_mul, meta(32, 2 * 6912), gelu=True)
+        report("gelu_mul", fused, "silu_mul_kernel", gelu)
 
 
-def sample_launch() -> object:
+SAMPLING = ("measure_kernel", "weigh_kernel", "order_kernel", "choose_kernel", "settle_kernel")
+
+
+def sample_launch(*, verifies: bool = False) -> object:
     """A batch of 32 over Qwen3's vocabulary."""
     rows, vocab, device = 32, 151_936, torch.device("meta")
     columns = DeviceSampling.empty(64, vocab, device)
     scratch = device_sampling.SamplingScratch.empty(rows, vocab, torch.bfloat16, device)
     row = meta(rows, dtype=torch.int32)
-    with (
-        recorded(device_sampling, "measure_kernel"),
-        recorded(device_sampling, "weigh_kernel"),
-        recorded(device_sampling, "order_kernel"),
-        recorded(device_sampling, "choose_kernel"),
-    ):
-        return device_sampling.sample(
-            meta(rows, vocab), row, row, columns, scratch, meta(64, 4097, dtype=torch.int32)
-        )
+    ahead = Ahead(row, row, row, 4) if verifies else None
+    known = meta(64, 4097, dtype=torch.int32)
+    with ExitStack() as stack:
+        for kernel in SAMPLING:
+            stack.enter_context(recorded(device_sampling, kernel))
+        return device_sampling.sample(meta(rows, vocab), row, row, columns, scratch, known, ahead)
 
 
 def begin_launch() -> object:
@@ -423,7 +439,7 @@ def delta_chunks_launch(net: DeltaNet = QWEN3_5) -> None:
         delta_net.delta_chunks(x, delta_net.DeltaRows(*tables), layer, inputs, heads, out)
 
 
-DELTA_CHUNKS = (*("convolve_kernel", "keep_inputs_kernel", "prepare_kernel", "carry_kernel", "gate_kernel"),)
+DELTA_CHUNKS = tuple(f"{name}_kernel" for name in ("convolve", "keep_inputs", "prepare", "carry", "gate"))
 
 
 def report_delta() -> None:
@@ -437,6 +453,9 @@ def report_delta() -> None:
 def report_sampling() -> None:
     for kernel in ("measure_kernel", "weigh_kernel", "choose_kernel"):
         report(kernel.removesuffix("_kernel"), device_sampling, kernel, sample_launch)
+    for kernel in ("measure_kernel", "choose_kernel", "settle_kernel"):
+        launch = partial(sample_launch, verifies=True)
+        report(f"{kernel.removesuffix('_kernel')} drafts", device_sampling, kernel, launch)
 
 
 def matrix(height: int, width: int, dtype: torch.dtype, group: int = 0) -> matmul.Weight:
@@ -517,7 +536,8 @@ if __name__ == "__main__":
     report_decode()
     report_prefill()
     report_delta()
-    report_largest_pages()
+    if IS_WHOLE:
+        report_largest_pages()
     report_sampling()
     report_matmul()
     report_fused_matmul()

@@ -49,7 +49,7 @@ class DeltaCase:
         states.heads[0].copy_(self.heads)
         states.inputs[0].copy_(self.inputs)
         weights = self.weights
-        layer = TorchDeltaNet(self.net, weights.conv, weights.rate, weights.step_bias, weights.norm, EPS)
+        layer = TorchDeltaNet(self.net, weights, EPS)
         out = layer(self.x.float(), StepStates(states, self.rows, self.decode_rows), 0)
         return Found(out, states.heads[0], states.inputs[0])
 

@@ -27,24 +27,40 @@ def run(
     scales: tuple[float, float] = (1, 1),
     device: torch.device = CPU,
     piece_tokens_min: int = 256,
+    queries: int = 1,
 ) -> Tensor:
-    """On whatever device; tests/gpu calls it too."""
+    """On whatever device; tests/gpu calls it too. `queries`: the tokens of a row that are computed together;
+    1: each is a row of its own."""
     case = case.moved(device)
-    rows, shape = len(case.lengths), case.shape
-    lengths = torch.tensor(case.lengths, dtype=torch.int32, device=device)
+    shape, tokens = case.shape, len(case.q)
+
+    def column(each: Sequence[Sequence[int]]) -> Tensor:
+        return torch.tensor([n for own in each for n in own], dtype=torch.int32, device=device)
+
+    rows = list(zip(case.lengths, case.chunks, strict=True))
+    lengths = column([range(length - chunk + 1, length + 1) for length, chunk in rows])
+    behind = column([range(chunk - 1, -1, -1) for _, chunk in rows]) if queries > 1 else None
+    tables = case.tables.repeat_interleave(torch.tensor(case.chunks, device=device), 0)
     work = kernels.DecodeWork.empty(programs, device)
     tile = kernels.tile_tokens(shape.page_size, shape.head_dim, case.q.dtype)
     heads = shape.heads, shape.kv_heads, shape.head_dim
-    scratch = kernels.DecodeScratch.empty(programs, rows, *heads, device)
+    scratch = kernels.DecodeScratch.empty(programs, tokens, *heads, device, queries)
     scratch.sums.fill_(torch.nan)
     kernels.list_work(
-        lengths, shape.kv_heads, window, tile, work, programs=programs, piece_tokens_min=piece_tokens_min
+        lengths,
+        shape.kv_heads,
+        window,
+        tile,
+        work,
+        programs=programs,
+        piece_tokens_min=piece_tokens_min,
+        behind=behind,
     )
     out = kernels.paged_decode(
         case.q,
         case.keys,
         case.values,
-        case.tables,
+        tables,
         lengths,
         work,
         scratch,
@@ -53,6 +69,8 @@ def run(
         kv_scales=scales,
         programs=programs,
         tile=tile,
+        behind=behind,
+        queries=queries,
     )
     assert not scratch.arrivals.any(), "the counters are not ready for the next layer"
     return out.cpu()
@@ -115,6 +133,68 @@ def test_bits_do_not_depend_on_where_pages_lie() -> None:
         case, keys=case.keys[order], values=case.values[order], tables=order.argsort()[case.tables].int()
     )
     assert torch.equal(run(moved, programs=7), run(case, programs=7))
+
+
+# -- tokens of one sequence -----------------------------------------------------------------------
+
+CHUNKS = (1, 4, 2, 3, 1, 4, 1)
+VERIFIED = (513, 66, 64, 65, 1, 4, 0)
+"""A row beside those that verify, last tokens that begin a page, keys that are all new, and no keys."""
+
+
+@pytest.mark.parametrize("window", [None, 2, 100])
+@pytest.mark.parametrize(
+    ("shape", "queries"), [(Shape(1, 1, 64), 16), (Shape(2, 4, 64), 4), (Shape(1, 7, 64, 16), 8)], ids=str
+)
+def test_tokens_of_a_sequence_that_share_their_keys_equal_the_definition(
+    shape: Shape, queries: int, window: int | None
+) -> None:
+    case = paged_case(shape, CHUNKS, VERIFIED)
+    close(run(case, window, queries=queries), case.expected(window))
+
+
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("programs", [1, 4, 7, 40])
+def test_tokens_of_a_sequence_in_pieces_of_any_length(programs: int, window: int | None) -> None:
+    """A page holds less keys than a row has tokens, so pieces hold keys that some of them do not see."""
+    chunks, lengths = (7, 1, 8, 2), (130, 17, 31, 2)
+    case = paged_case(Shape(2, 2, 32, 4), chunks, lengths)
+    found = run(case, window, programs, piece_tokens_min=1, queries=8)
+    close(found, case.expected(window))
+    assert torch.equal(run(case, window, programs, piece_tokens_min=1, queries=8), found)
+
+
+def test_what_alone_reads_in_one_piece_is_the_same_to_the_bit_as_rows_of_their_own() -> None:
+    """Sums run over the same keys in the same order, and what a token does not see adds nothing."""
+    case = paged_case(Shape(2, 2, 64), CHUNKS, VERIFIED)
+    alone = run(case, programs=1)
+    for queries in (4, 8):
+        assert torch.equal(run(case, programs=1, queries=queries), alone)
+
+
+def test_tokens_of_a_sequence_over_an_fp8_cache() -> None:
+    case = paged_case(Shape(2, 4, 64), [3, 1], [300, 40], kv_dtype=torch.float8_e4m3fn)
+    case.history = [(k.float() * 0.5, v.float() * 3.0) for k, v in case.history]
+    close(run(case, scales=(0.5, 3.0), queries=4), case.expected(None))
+
+
+@pytest.mark.parametrize(
+    ("group", "head_dim", "most", "counts"),
+    [
+        (1, 128, 16, (16,)),
+        (2, 128, 16, (8, 16)),
+        (4, 64, 16, (4, 16)),
+        (4, 256, 16, (4, 8)),
+        (7, 128, 16, (2, 8)),
+        (8, 128, 4, (2, 4)),
+        (16, 128, 16, (4,)),
+        (33, 128, 16, ()),
+    ],
+)
+def test_tiles_have_room_for_what_costs_nothing_and_for_four_times_as_many(
+    group: int, head_dim: int, most: int, counts: tuple[int, ...]
+) -> None:
+    assert kernels.query_counts(group, head_dim, most) == counts
 
 
 @dataclass(frozen=True)

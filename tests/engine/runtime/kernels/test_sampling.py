@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from engine.contract.messages import NUMERIC_FAILURE, SamplingParams, SlotAssignment
+from engine.contract.messages import NUMERIC_FAILURE, SamplingParams, SlotAssignment, agreed
 from engine.contract.packing import Biases
 from engine.runtime.device import device_sampling as device_sampling
 from engine.runtime.device.device_sampling import DeviceSampling
 from engine.runtime.host import sampler
 from engine.runtime.step.edits import Edits
+from engine.runtime.step.protocols import Ahead
 from engine.runtime.step.seats import SamplingColumns, Seat
 from tests.effort import some
 from tests.engine.runtime.host.test_sampler import CUTS, EXTREMES, extreme_logits, extreme_params, mask_of
@@ -54,20 +57,25 @@ def histories(rows: int, seed: int, vocab: int = VOCAB) -> list[tuple[Tensor, Te
     return [(drawn(5 + row), drawn(row % 4)) for row in range(rows)]
 
 
+def seated(
+    vocab: int, asked: Sequence[SamplingParams], past: Sequence[tuple[Tensor, Tensor]]
+) -> tuple[SamplingColumns, list[Seat]]:
+    columns, seats = SamplingColumns.empty(len(asked), vocab), []
+    for slot, (own, (prompt, output)) in enumerate(zip(asked, past, strict=True)):
+        columns.seat(slot, own, vocab)
+        ids = [*prompt.tolist(), *output.tolist()]
+        edits = Edits.of(SlotAssignment.of(slot, ids, len(prompt), own), vocab, vocab)
+        seats.append(Seat(own, len(prompt), len(ids), edits=edits))
+    return columns, seats
+
+
 def on_cpu(
     logits: Tensor,
     asked: Sequence[SamplingParams],
     past: list[tuple[Tensor, Tensor]],
     masks: Sequence[bytes] = (),
 ) -> list[int]:
-    columns = SamplingColumns.empty(len(asked), logits.shape[1])
-    seats = []
-    for slot, (own, (prompt, output)) in enumerate(zip(asked, past, strict=True)):
-        columns.seat(slot, own, logits.shape[1])
-        ids = [*prompt.tolist(), *output.tolist()]
-        start = SlotAssignment.of(slot, ids, len(prompt), own)
-        edits = Edits.of(start, logits.shape[1], logits.shape[1])
-        seats.append(Seat(own, len(prompt), len(ids), edits=edits))
+    columns, seats = seated(logits.shape[1], asked, past)
     return sampler.sample(logits, list(range(len(asked))), seats, columns, masks=masks).tolist()
 
 
@@ -236,3 +244,129 @@ def test_a_row_that_is_not_finite_fails_alone(bad: float) -> None:
     found = on_device(logits, asked, histories(6, 1))[0]
     assert found[:3] == [NUMERIC_FAILURE] * 3
     assert found == on_cpu(logits, asked, histories(6, 1))
+
+
+# -- rows that verify drafts ----------------------------------------------------------------------
+
+
+@dataclass
+class Verified:
+    """Rows with drafts, each with logits of its own behind its known tokens and behind each draft."""
+
+    asked: list[SamplingParams]
+    past: list[tuple[Tensor, Tensor]]
+    drafts: list[list[int]]
+    logits: Tensor
+    masks: list[bytes]
+    """A token's each, or none."""
+
+    def on_cpu(self) -> list[list[int]]:
+        columns, seats = seated(VOCAB, self.asked, self.past)
+        slots = range(len(seats))
+        found = sampler.sample_ahead(self.logits, slots, seats, self.drafts, columns, masks=self.masks)
+        rest = iter(found.tolist())
+        return [[next(rest) for _ in range(len(own) + 1)] for own in self.drafts]
+
+    def on_device(self, device: torch.device = CPU) -> tuple[list[list[int]], DeviceSampling, Tensor]:
+        """tests/gpu calls it, too. -> the tokens of each row, the slots' columns, the known tokens."""
+        rows, drafts = len(self.asked), sum(map(len, self.drafts))
+        columns = DeviceSampling.empty(rows, VOCAB, device, drafts)
+        known = torch.full((rows, 64), -7, dtype=torch.int32)
+        slots: list[int] = []
+        positions: list[int] = []
+        before: list[int] = []
+        for slot, (asked, (prompt, output), own) in enumerate(
+            zip(self.asked, self.past, self.drafts, strict=True)
+        ):
+            seat(columns, slot, asked, prompt.to(device), output.to(device))
+            length = len(prompt) + len(output)
+            known[slot, length : length + len(own)] = torch.tensor(own)
+            slots += [slot] * (len(own) + 1)
+            positions += range(length, length + len(own) + 1)
+            before += range(len(own) + 1)
+        if self.masks:  # the places of a mask behind a draft are those behind the slots'
+            spare = iter(range(rows, rows + drafts))
+            places = [next(spare) if at else slot for slot, at in zip(slots, before, strict=True)]
+            own_masks = {place: mask for place, mask in zip(places, self.masks, strict=True) if mask}
+            first = [place for place in own_masks if place < rows]
+            ahead = {place: mask for place, mask in own_masks.items() if place >= rows}
+            columns.mask(first, [own_masks[place] for place in first], ahead)
+            masked_by = [place if mask else -1 for place, mask in zip(places, self.masks, strict=True)]
+        else:
+            masked_by = [-1] * len(slots)
+
+        def column(numbers: list[int]) -> Tensor:
+            return torch.tensor(numbers, dtype=torch.int32, device=device)
+
+        scratch = device_sampling.SamplingScratch.empty(len(slots), VOCAB, self.logits.dtype, device)
+        scratch.agreed.fill_(1)
+        known = known.to(device)
+        tokens, _ = device_sampling.sample(
+            self.logits.to(device),
+            column(slots),
+            column(positions),
+            columns,
+            scratch,
+            known,
+            Ahead(column(before), column(before), column(masked_by), max(before) + 1),
+        )
+        rest = iter(tokens.tolist())
+        return [[next(rest) for _ in range(len(own) + 1)] for own in self.drafts], columns, known.cpu()
+
+
+def verified(right: float, *, masked: bool = False, seed: int = 6) -> Verified:
+    """Of the drafts of each row a share is right."""
+    edits: list[dict[str, Any]] = [
+        {},
+        {"repetition_penalty": 1.8, "temperature": 0.0},
+        {"frequency_penalty": 1.1, "presence_penalty": -0.7},
+        {"logit_bias": Biases.of(((3, 8.0),)), "frequency_penalty": 2.0, "top_p": 0.7},
+        {"stop_token_ids": tuple(range(0, VOCAB, 3)), "min_tokens": 4, "top_k": 9},
+        {"repetition_penalty": 0.5},
+    ]
+    lengths, rng = [4, 3, 1, 5, 2, 0], random.Random(seed)
+    torch.manual_seed(seed)
+    asked = [params(seed=row * 31, **edit) for row, edit in enumerate(edits)]
+    tokens = sum(lengths) + len(lengths)
+    allowed = [set(rng.sample(range(VOCAB), 40)) if masked and at % 3 else None for at in range(tokens)]
+    masks = [mask_of(each, VOCAB) for each in allowed] if masked else []
+    logits = torch.randn(tokens, VOCAB) * 2
+    own = Verified(asked, histories(len(edits), 7), [[0] * length for length in lengths], logits, masks)
+    for at in range(max(lengths)):
+        for drafts, found in zip(own.drafts, own.on_cpu(), strict=True):
+            if at < len(drafts):
+                drafts[at] = found[at] if rng.random() < right else rng.randrange(VOCAB)
+    return own
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("right", [0.0, 0.6, 1.0])
+def test_what_stands_behind_drafts_is_the_cpus_and_what_stays_is_counted(right: float, masked: bool) -> None:
+    """Each token as if the drafts before it were known; counts and known tokens go on by those that stay."""
+    own = verified(right, masked=masked)
+    found, columns, known = own.on_device()
+    expected = own.on_cpu()
+    assert found == expected
+    stays = [agreed(drafts, tokens) + 1 for drafts, tokens in zip(own.drafts, found, strict=True)]
+    assert right < 1.0 or stays == [len(drafts) + 1 for drafts in own.drafts]
+    for slot, (asked, (prompt, output), tokens, stay) in enumerate(
+        zip(own.asked, own.past, found, stays, strict=True)
+    ):
+        length = len(prompt) + len(output)
+        assert known[slot, length : length + stay].tolist() == tokens[:stay]
+        all_of = torch.tensor([*output.tolist(), *tokens[:stay]])
+        expected_counts = torch.bincount(all_of, minlength=VOCAB).int()
+        counted = columns.counts[slot, 0]
+        assert torch.equal(counted, expected_counts if asked.needs_history else torch.zeros_like(counted))
+
+
+def test_a_token_behind_a_draft_that_is_not_finite_ends_what_stays() -> None:
+    own = verified(1.0)
+    own.logits[2, 5] = torch.nan
+    found, columns, _ = own.on_device()
+    assert found == own.on_cpu()
+    assert found[0][2] == NUMERIC_FAILURE
+    own.logits[6, 5] = torch.nan  # the second row has penalties
+    found, columns, _ = own.on_device()
+    assert found[1][1] == NUMERIC_FAILURE
+    assert columns.counts[1, 0].sum() == len(own.past[1][1]) + 1

@@ -15,6 +15,7 @@ from engine.runtime.device.device_runner import DeviceRunner
 from engine.runtime.parallel import leader, loading
 from engine.runtime.parallel import ranks as parallel_ranks
 from engine.runtime.setup.runner_config import RunnerConfig
+from tests.effort import some
 from tests.engine.models import VOCAB_SIZE
 from tests.engine.runtime.config_oracle import Weights
 from tests.engine.runtime.conftest import MakeModel, load
@@ -40,7 +41,7 @@ def scheduler_of(runner: Runner) -> Scheduler:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:triton.runtime.interpreter")
-@pytest.mark.parametrize("has_states", [False, True])
+@pytest.mark.parametrize("has_states", some([True, False], usual=1))
 def test_two_ranks_with_graphs(
     tiny_model: MakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_states: bool
 ) -> None:

@@ -64,6 +64,7 @@ def test_it_serves_and_tells_when_a_rank_is_killed(short_tmp: Path) -> None:
     assert list(short_tmp.iterdir()) == []
 
 
+@pytest.mark.nightly
 def test_a_rank_that_stops_answering(short_tmp: Path) -> None:
     """It is alive, and would hold up the others for ever."""
     with engine(short_tmp, *RANKS, "--rank-timeout-s", "2") as process, client(process) as http:
@@ -97,6 +98,7 @@ def test_a_rank_that_cannot_load(short_tmp: Path, tmp_path: Path, monkeypatch: p
     assert list(short_tmp.iterdir()) == []
 
 
+@pytest.mark.nightly
 def test_ranks_end_with_the_engine(short_tmp: Path) -> None:
     with engine(short_tmp, *RANKS) as process:
         process.line("engine.ready")
