@@ -79,6 +79,8 @@ class DenseKeys(msgspec.Struct, frozen=True, kw_only=True):
     positives: ClassVar[tuple[str, ...]] = ()
     """Keys that must be positive numbers, where they are not null."""
     rope_rules: ClassVar[RopeRules] = RopeRules()
+    period_key: ClassVar[str] = ""
+    """The key by which every so many layers are of full attention, where `layer_types` is silent."""
     slides: ClassVar[bool] = False
     """True if the family has layers with a window, or may have them."""
     also_sizes: ClassVar[tuple[str, ...]] = ()
@@ -110,12 +112,15 @@ class DenseKeys(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def kinds(self) -> list[str]:
         """Each layer's kind of attention."""
+        if self.period_key:
+            return self.every(getattr(self, self.period_key))
         silent = FULL_ATTENTION if self.window is None else SLIDING_ATTENTION
         return self.layer_types or [silent] * self.num_hidden_layers
 
-    def every(self, period: int, other: str = SLIDING_ATTENTION) -> list[str]:
+    def every(self, period: int) -> list[str]:
         """Each layer's kind, where without `layer_types` every so many are of full attention, between
         others."""
+        other, *_ = *self.also_kinds, SLIDING_ATTENTION
         numbers = range(1, self.num_hidden_layers + 1)
         return self.layer_types or [other if i % period else FULL_ATTENTION for i in numbers]
 

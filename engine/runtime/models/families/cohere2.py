@@ -20,6 +20,7 @@ class Cohere2Keys(DenseKeys, frozen=True, kw_only=True):
     sliding_window_pattern: int = 4
 
     slides: ClassVar[bool] = True
+    period_key: ClassVar[str] = "sliding_window_pattern"
     eps_key: ClassVar[str] = "layer_norm_eps"
     rope_rules: ClassVar[RopeRules] = RopeRules(interleaved=True)
     positives: ClassVar[tuple[str, ...]] = ("logit_scale", "sliding_window_pattern")
@@ -27,10 +28,6 @@ class Cohere2Keys(DenseKeys, frozen=True, kw_only=True):
     @property
     def width(self) -> int:
         return self.hidden_size // self.num_attention_heads
-
-    @property
-    def kinds(self) -> list[str]:
-        return self.every(self.sliding_window_pattern)
 
     def rope(self, kind: str) -> Rope | None:
         return super().rope(kind) if kind == SLIDING_ATTENTION else None

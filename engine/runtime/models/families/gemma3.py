@@ -30,6 +30,7 @@ class Gemma3Keys(DenseKeys, frozen=True, kw_only=True):
     final_logit_softcapping: float | None = None
 
     slides: ClassVar[bool] = True
+    period_key: ClassVar[str] = "sliding_window_pattern"
     acts: ClassVar[tuple[str, ...]] = ("gelu_pytorch_tanh",)
     limits: ClassVar[KeyMeanings] = {
         "attn_logit_softcapping": only(None),
@@ -40,10 +41,6 @@ class Gemma3Keys(DenseKeys, frozen=True, kw_only=True):
         *("query_pre_attn_scalar", "sliding_window_pattern", "final_logit_softcapping"),
     )
     rope_rules: ClassVar[RopeRules] = RopeRules(theta=1_000_000.0)
-
-    @property
-    def kinds(self) -> list[str]:
-        return self.every(self.sliding_window_pattern)
 
     def rope(self, kind: str) -> Rope | None:
         return read_ropes(self.rope_fields, self.rope_rules, self.width, self.rope_local_base_freq)[kind]

@@ -30,6 +30,7 @@ class Qwen35Keys(DenseKeys, frozen=True, kw_only=True):
     mtp_num_hidden_layers: int | None = 0
     mtp_use_dedicated_embeddings: bool | None = False
 
+    period_key: ClassVar[str] = "full_attention_interval"
     also_kinds: ClassVar[tuple[str, ...]] = (LINEAR_ATTENTION,)
     also_sizes: ClassVar[tuple[str, ...]] = ("full_attention_interval", *SIZES)
     rope_rules: ClassVar[RopeRules] = RopeRules(part=0.25, partial=True, also=MROPE)
@@ -39,10 +40,6 @@ class Qwen35Keys(DenseKeys, frozen=True, kw_only=True):
         "mamba_ssm_dtype": only("float32"),
         "mlp_only_layers": only([], None),
     }
-
-    @property
-    def kinds(self) -> list[str]:
-        return self.every(self.full_attention_interval, LINEAR_ATTENTION)
 
     def contradictions(self) -> Iterator[str]:
         if self.linear_num_value_heads % self.linear_num_key_heads:
