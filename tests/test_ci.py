@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 ROOT = Path(__file__).parent.parent
-STEPS = ("tests", "coverage", "guards", "torches", "processors", "console", "images")
+STEPS = ("tests", "coverage", "guards", "torches", "processors", "console", "images", "wheels", "kube")
 
 
 def _nightly(checkout: Path, *steps: str) -> subprocess.CompletedProcess[str]:
@@ -30,6 +30,7 @@ def checkout(tmp_path: Path) -> Path:
         "tests/ship/run.sh": "exit 77",
         ".ci/torches": "false",
         ".ci/processors": "false",
+        ".ci/wheels": "false",
     }
     for name, script in commands.items():
         path = tmp_path / name
@@ -46,6 +47,7 @@ def test_a_step_that_fails_stops_no_other_and_all_are_in_the_table(checkout: Pat
         **dict.fromkeys(STEPS, "FAILED (1)"),
         "guards": "passed",
         "images": "cannot run here",
+        "kube": "cannot run here",
     }
     assert done.returncode == 1
 

@@ -39,8 +39,6 @@ PAGES: Final = sorted(
 FIRST: Final = ROOT / "gateway/docs/first-hour.md"
 PORTS: Final = ("8000", "8001", "8002", "8003", "8004", "8010", "8011", "9090")
 OF_A_CLUSTER: Final = {"helm.md", "upgrade.md"}
-LINES_MAX: Final = 75
-"""A page is a screen or two."""
 _BLOCK: Final = re.compile(r"(?:<!-- (file|append): (\S+) -->\n)?```(\w+)\n(.*?)```", re.DOTALL)
 
 PENSTOCK: Final = """\
@@ -220,9 +218,8 @@ def test_every_command_of_a_page_works(page: Path, engine_port: str, tmp_path: P
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_a_page_is_short_and_its_blocks_can_be_read(page: Path) -> None:
+def test_a_pages_blocks_can_be_read(page: Path) -> None:
     text = page.read_text()
-    assert len(text.splitlines()) <= LINES_MAX
     readers = {"toml": tomllib.loads, "json": json.loads, "yaml": yaml.safe_load}
     for _, _, language, block in _BLOCK.findall(text):
         assert language in (*readers, "bash", "sh")

@@ -55,8 +55,6 @@ from tests.bench import __main__ as bench
 ROOT: Final = Path(__file__).parent.parent
 TOPS: Final = ("engine", "gateway", "shared", "tests")
 CODE: Final = ("engine", "gateway", "shared", "tests/bench")
-README_LEN_MAX: Final = 10_000
-"""Bytes: what somebody reads before deciding whether to go on."""
 
 README: Final = ROOT / "README.md"
 API: Final = ROOT / "shared/API.md"
@@ -102,10 +100,6 @@ def numbers(text: str) -> list[int]:
 
 
 # -- the documents themselves ---------------------------------------------------------------------
-
-
-def test_the_readme_is_short() -> None:
-    assert len(README.read_bytes()) <= README_LEN_MAX
 
 
 def test_the_readme_leads_to_every_other_document() -> None:

@@ -180,6 +180,8 @@ class ExchangeRecord(GatewayLine, eq=False):
         self.cached_tokens = closing.cached_tokens
         self.host_tokens, self.disk_tokens = closing.host_tokens, closing.disk_tokens
         self.reasoning_tokens, self.calls = closing.reasoning_tokens, closing.calls
+        if closing.drafted_tokens:
+            self.drafted_tokens, self.accepted_tokens = closing.drafted_tokens, closing.accepted_tokens
         accepted, rejected = closing.accepted_prediction_tokens, closing.rejected_prediction_tokens
         if accepted or rejected:
             self.accepted_prediction_tokens, self.rejected_prediction_tokens = accepted, rejected

@@ -129,7 +129,20 @@ def _tokens(line: Line) -> str:
     answer = "" if line.completion_tokens is None else f", answer {_count(line.completion_tokens, 'token')}"
     reasoning = f" ({line.reasoning_tokens} of reasoning)" if line.reasoning_tokens else ""
     calls = f", {_count(line.calls, 'call')}" if line.calls else ""
-    return f"prompt {_count(line.prompt_tokens or 0, 'token')}{cached}{answer}{reasoning}{calls}"
+    prompt = f"prompt {_count(line.prompt_tokens or 0, 'token')}{cached}"
+    return f"{prompt}{answer}{reasoning}{calls}{_drafts(line)}"
+
+
+def _drafts(line: Line) -> str:
+    """The steps that drafts saved, and what became of a prediction."""
+    told = ""
+    if line.drafted_tokens:
+        saved, drafted = line.accepted_tokens or 0, line.drafted_tokens
+        told = f", {_count(saved, 'step')} saved by drafts ({saved / drafted:.0%} of {drafted} right)"
+    if line.rejected_prediction_tokens is None:
+        return told
+    right, wrong = line.accepted_prediction_tokens or 0, line.rejected_prediction_tokens
+    return f"{told}, of its prediction {right} right and {wrong} wrong"
 
 
 def _engine_meaning(line: EngineLine, trace: Trace) -> str:

@@ -103,6 +103,10 @@ class CompletedLine(Struct, omit_defaults=True):
     """The part of `completion_tokens` that is reasoning. None as `completion_tokens`."""
     calls: WholeNumber | None = None
     """Calls of functions in all answers. None as `completion_tokens`."""
+    drafted_tokens: WholeNumber | None = None
+    """Tokens that were guessed and verified beside others. None where none was."""
+    accepted_tokens: WholeNumber | None = None
+    """The part of `drafted_tokens` that was right: so many steps of its sequences were saved."""
     accepted_prediction_tokens: WholeNumber | None = None
     """Tokens of the answers that were taken from what the caller predicted. This and the next are None where
     it predicted nothing, or nothing was tried of it."""
@@ -259,10 +263,6 @@ class EngineLine(CompletedLine, kw_only=True):
     """How often a sequence gave its pages back."""
     swaps: WholeNumber | None = None
     """How often its pages were kept in host memory then. None as `preemptions`."""
-    drafted_tokens: WholeNumber | None = None
-    """Tokens that were guessed and verified beside others. None where none was."""
-    accepted_tokens: WholeNumber | None = None
-    """The part of `drafted_tokens` that was right: so many steps of its sequences were saved."""
     queue_ms: Milliseconds | None = None
     """Stage: waiting for the first admission."""
     prefill_ms: Milliseconds | None = None

@@ -76,6 +76,10 @@ class Closing(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The part of `completion_tokens` that is reasoning."""
     calls: Count = 0
     """Calls of functions in the answers."""
+    drafted_tokens: UsedTokens = 0
+    """Tokens that were guessed and verified beside others."""
+    accepted_tokens: UsedTokens = 0
+    """The part of them that was right: so many steps were saved."""
     accepted_prediction_tokens: UsedTokens = 0
     """Tokens of the answers that their caller had predicted, and that were tried as such."""
     rejected_prediction_tokens: UsedTokens = 0

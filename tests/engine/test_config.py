@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from engine.__main__ import _scheduling
-from engine.config import CoreStart, EngineConfig, build_parser, from_args
+from engine.config import CoreStart, EngineConfig, from_args
 from engine.contract.messages import ServiceClass
 from engine.runtime.setup.runner_config import RunnerConfig
 from shared.fairness.fair_share import FairShare
@@ -24,10 +24,6 @@ MINIMAL = ["--model", "some/dir"]
 def test_a_model_is_all_that_must_be_given() -> None:
     assert from_args(MINIMAL, {}) == EngineConfig(model="some/dir")
     assert EngineConfig(model="some/dir").name == "dir"
-
-
-def test_every_option_has_help() -> None:
-    assert all(action.help for action in build_parser()._actions)
 
 
 def test_options() -> None:

@@ -17,7 +17,6 @@ from engine.config import EngineConfig
 from engine.runtime.device.device_runner import DeviceRunner
 from tests.bench.engine.gpu import LIMITS_S
 from tests.bench.engine.gpu.shapes import LLAMA_8B, QWEN3_06B, decode_floor_s, kv_bytes, prefill_floor_s
-from tests.bench.engine.gpu.targets import TARGETS
 from tests.engine.decoders import like
 from tests.engine.models import make_tiny_model
 from tests.engine.runtime.device.card import FakeGraphs, load_fake
@@ -147,53 +146,6 @@ def test_a_second_command_takes_floors_and_compiled_kernels_from_the_first(
     kernels.mkdir()
     script(*out, "--cache-in", str(kept), "steps", TRITON_CACHE_DIR=str(kernels))
     assert {path.name for path in kernels.iterdir()} == {"kernels.cubin", "steps.cubin"}
-
-
-@pytest.mark.parametrize(
-    "argv", [("nothing",), ("--out",), ("--floors", "/nowhere"), ("--cache-in", "/nowhere"), ("--what", "x")]
-)
-def test_an_option_that_cannot_be_followed_is_refused(
-    tmp_path: Path, script: Any, argv: tuple[str, ...]
-) -> None:
-    done, limits_s = script("--out", str(tmp_path / "out"), *argv)
-    assert done.returncode == 2
-    assert not limits_s
-
-
-def test_limits_that_are_no_numbers_are_refused(tmp_path: Path, script: Any) -> None:
-    for limits in ("steps", "nothing=3", "steps=x"):
-        assert script("--out", str(tmp_path / "out"), LIMITS=limits)[0].returncode == 2
-
-
-def test_what_was_not_measured_says_so(tmp_path: Path) -> None:
-    results = tmp_path / "gpu.jsonl"
-    lines = [
-        {
-            "part": "steps",
-            "row": "decode Llama-3.1-8B batch 1 context 2048",
-            "ok": True,
-            "share": 0.5,
-            "ms": 8.0,
-        },
-        {
-            "part": "steps",
-            "row": "decode Llama-3.1-8B fp8 batch 1 context 2048",
-            "ok": True,
-            "share": 0.4,
-            "ms": 4.0,
-        },
-        {"part": "kernels", "row": "norm", "ok": False, "error": "AssertionError: wrong"},
-    ]
-    results.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    done = run(sys.executable, "-m", "tests.gpu.table", results=results)
-    assert done.returncode == 0, done.stderr
-    assert "1 checks failed\n  norm: AssertionError: wrong" in done.stdout
-    written = [json.loads(line) for line in results.read_text().splitlines()]
-    measured = {line["row"]: line["measured"] for line in written if line["part"] == "table"}
-    assert len(measured) == len(TARGETS)
-    assert measured.pop("decode step, Llama-3.1-8B, 2k, batch 1") == 0.5
-    assert measured.pop("fp8 weights, Llama-3.1-8B, batch 1, against bf16") == 2.0
-    assert set(measured.values()) == {"not measured"}
 
 
 TOY = like(

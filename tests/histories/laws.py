@@ -96,11 +96,24 @@ def check(remains: Remains) -> Counter[str]:
     assert not unexpected, unexpected
     assert not remains.kept, f"still there: {remains.kept}"
     tally.update({"preemption": remains.preemptions, "prefix hit": remains.hit_tokens})
+    tally += _beside_drafts(remains)
     tally["mispredicted"] = sum(map(_rejected, remains.engine_lines))
     tally["predicted"] = sum(int(line.get("accepted_prediction_tokens", 0)) for line in remains.engine_lines)
     tally.update(str(trouble) for trouble in remains.troubled)
     tally.update({f"uncharged: {reason}": tokens for reason, tokens in remains.uncharged.items()})
     return tally
+
+
+def _beside_drafts(remains: Remains) -> Counter[str]:
+    """What requests asked for whose sequences drafted."""
+    bodies = {one.request_id: msgspec.json.decode(one.body) for one in remains.setting.histories}
+    return Counter(
+        f"drafted beside {name}"
+        for line in remains.engine_lines
+        if line.get("drafted_tokens")
+        for name in ("stop", "n", "echo", "logprobs", "prediction", "stream")
+        if bodies[line["request_id"]].get(name)
+    )
 
 
 def _told(remains: Remains) -> list[Told]:

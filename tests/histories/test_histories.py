@@ -39,6 +39,7 @@ MET: Final = {
     "uncharged: preempted": 1_000,
     "uncharged: choice": 100,
     "uncharged: draft": 100,
+    **{f"drafted beside {name}": 10 for name in ("stop", "n", "echo", "logprobs", "prediction", "stream")},
     "predicted": 100,
     "mispredicted": 100,
     "asked again elsewhere": 10,

@@ -10,6 +10,7 @@ import argparse
 import asyncio
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -31,6 +32,7 @@ NETWORK: Final = "penstock-ship"
 KEY: Final = "sk-ship-only-for-this-run"
 PATIENCE_S: Final = 600.0
 STREAMS: Final = 50
+NO_PROXY: Final = {name: text for name, text in os.environ.items() if "proxy" not in name.lower()}
 CONFINED: Final = (
     *("--read-only", "--cap-drop", "ALL", "--security-opt", "no-new-privileges", "--pids-limit", "512"),
     *("--tmpfs", "/tmp:size=64m,mode=1777", "--no-healthcheck"),
@@ -304,14 +306,18 @@ def single(directory: Path) -> None:
 
 
 SERVICES: Final = ("redis", "prometheus", "engine", "engine-2", "engine-3", "gateway")
-OPERATOR: Final = "sk-ship-operator-only-for-this-run"
-OVERRIDE: Final = f"""
-services:
-  gateway:
-    environment:
-      PENSTOCK_GATEWAY_ADMIN__KEYS: '[{{id = "ship", hash = "{hash_key(OPERATOR)}"}}]'
-"""
-"""An operator for the run: that of compose.yaml is in its volume."""
+GATEWAY_PORT: Final = "18765"
+ADMIN_PORT: Final = "18766"
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What `docker compose up` ends with."""
+
+    key: str
+    admin_key: str
+    console: str
+    curl: str
 
 
 def compose(home: Path) -> None:
@@ -319,14 +325,13 @@ def compose(home: Path) -> None:
     env = {
         **os.environ,
         "GATEWAY_CONFIG": "gateway-replicas.toml",
-        "GATEWAY_PORT": "18765",
+        "GATEWAY_PORT": GATEWAY_PORT,
+        "ADMIN_PORT": ADMIN_PORT,
         "ENGINE_MEMORY": "2g",
         "ENGINE_CPUS": "1",
         "PODMAN_COMPOSE_WARNING_LOGS": "false",
     }
-    override = home / "override.yaml"
-    override.write_text(OVERRIDE)
-    command = [str(home / "tools/bin/podman-compose"), "-f", str(ROOT / "compose.yaml"), "-f", str(override)]
+    command = [str(home / "tools/bin/podman-compose"), "-f", str(ROOT / "compose.yaml")]
     command += ["--profile", "replicas"]
 
     def run(*words: str) -> str:
@@ -357,23 +362,42 @@ def compose(home: Path) -> None:
         key = json.loads(made.stdout.splitlines()[-1])["key"]
         said(f"compose: {', '.join(SERVICES)} are up; a key was made in Redis")
         run("up", "-d", "--no-deps", "--no-build", "first-token")
-        told_how_to_ask()
+        told = told_how_to_ask()
         asked(one["gateway"], one["prometheus"], key)
-        traced(one["gateway"], [one[name] for name in SERVICES[2:5]], key)
+        traced(one["gateway"], [one[name] for name in SERVICES[2:5]], told)
     finally:
         run("down", "-v")
 
 
-def told_how_to_ask() -> None:
-    """The service that ends compose has had an answer, and says how to ask."""
-    told = "Penstock is ready."
-    until(lambda: told in podman("logs", "penstock_first-token_1", check=False), "the last line of compose")
-    said("compose: the first token came, and how to ask for the next was told")
+def told_how_to_ask() -> Told:
+    """What the service that ends compose says, once it has had an answer. Each part of it works."""
+
+    def text() -> str:
+        return podman("logs", "penstock_first-token_1", check=False)
+
+    until(lambda: "curl -N" in text(), "the last line of compose")
+    said_last = text().strip()
+    named = dict(re.findall(r"^  (\w[\w ]*?)  +(\S+)$", said_last, re.MULTILINE))
+    told = Told(named["API key"], named["Admin key"], named["Console"], said_last.splitlines()[-1])
+    done = subprocess.run(
+        ["bash", "-c", told.curl], capture_output=True, text=True, timeout=PATIENCE_S, env=NO_PROXY
+    )
+    assert "data: [DONE]" in done.stdout, done
+    origin = f"http://127.0.0.1:{ADMIN_PORT}"
+    assert told.console == f"{origin}/console"
+    with httpx.Client(timeout=PATIENCE_S, trust_env=False) as http:
+        assert "<html" in http.get(told.console, follow_redirects=True).text
+        headers = {"authorization": f"Bearer {told.admin_key}"}
+        assert http.get(f"{origin}/admin/v1/replicas").status_code == 401
+        assert http.get(f"{origin}/admin/v1/replicas", headers=headers).status_code == 200
+    assert named["Grafana"].startswith("http://127.0.0.1:")
+    said("compose: its last line, run as it stands, streamed an answer; its admin key opens the console")
+    return told
 
 
 def asked(gateway: Container, prometheus: Container, key: str) -> None:
     """Requests reach all replicas, and Prometheus has them."""
-    url, headers = "http://127.0.0.1:18765/v1/chat/completions", {"authorization": f"Bearer {key}"}
+    url, headers = f"http://127.0.0.1:{GATEWAY_PORT}/v1/chat/completions", {"authorization": f"Bearer {key}"}
 
     def ask(number: int) -> int:
         messages = [
@@ -403,18 +427,23 @@ def asked(gateway: Container, prometheus: Container, key: str) -> None:
     said("compose: Prometheus has scraped them")
 
 
-def traced(gateway: Container, engines: Sequence[Container], key: str) -> None:
+def traced(gateway: Container, engines: Sequence[Container], told: Told) -> None:
     """A stream is found by its id, by the gateway's operators and in the log of the engine that served it."""
-    url, headers = "http://127.0.0.1:18765/v1/chat/completions", {"authorization": f"Bearer {key}"}
+    url, headers = (
+        f"http://127.0.0.1:{GATEWAY_PORT}/v1/chat/completions",
+        {"authorization": f"Bearer {told.key}"},
+    )
     with httpx.stream("POST", url, json=BODY, headers=headers, timeout=PATIENCE_S, trust_env=False) as answer:
         text = "".join(answer.iter_text())
     request_id = answer.headers["x-request-id"]
     assert text.count("data: [DONE]") == 1
     until(lambda: any(completed(engine, request_id) for engine in engines), "the line of an engine")
     [line] = [line for engine in engines for line in completed(engine, request_id)]
-    told = gateway.exec("env", f"PENSTOCK_ADMIN_KEY={OPERATOR}", "penstock", "trace", request_id, "--json")
-    assert told.returncode == 0, told.stderr
-    assert str(line["trace_id"]) in told.stdout
+    shown = gateway.exec(
+        "env", f"PENSTOCK_ADMIN_KEY={told.admin_key}", "penstock", "trace", request_id, "--json"
+    )
+    assert shown.returncode == 0, shown.stderr
+    assert str(line["trace_id"]) in shown.stdout
     said(f"compose: `penstock trace {request_id}` tells of its stages, with the trace of the engine's line")
 
 

@@ -14,7 +14,7 @@
 # SHIP_HOME   where images and the base are kept (default: /var/tmp/penstock-ship)
 # BASE        an image to build on; unset, one is made by debootstrap, which stands in for Python's own
 # PIP_FIND_LINKS   a folder with torch's wheel for CPUs, where PyTorch's index cannot be reached
-# KUBE_SERVERS     as in tests/ship/kube.sh; without it `kube` builds the servers, and the whole leaves the part out
+# KUBE_SERVERS   with kube: as in tests/ship/kube.sh, which else builds the servers
 # CARDS       with --cuda: the cards whose kernels are compiled, with commas between (default: the Dockerfile's)
 #
 # Not shown here: the published base image, a GPU, and the images of Grafana and Jaeger, which cannot be fetched
@@ -111,6 +111,10 @@ if [ -n "$find_links" ]; then
 else
     build localhost/penstock-engine:dev engine/Dockerfile
 fi
+if [ "${1:-}" = kube ]; then
+    own_tools || cannot "packages of PyPI cannot be installed"
+    exec env PYTHONPATH=. PYTHON="$home/tools/bin/python" tests/ship/kube.sh --only served
+fi
 redis=$(grep -o 'docker.io/library/redis:[^ }]*' compose.yaml)
 prometheus=$(grep -o 'docker.io/prom/prometheus:[^ }]*' compose.yaml)
 if ! image_is_there "$redis"; then
@@ -137,9 +141,4 @@ if [ -x .venv/bin/python ]; then  # with the engine, which compose has in its im
         echo "the console was not shown in a browser: $(tail -1 "$home/chromium.log")" >&2
     fi
 fi
-if [ "${1:-}" != kube ]; then
-    env PYTHONPATH=. "$home/tools/bin/python" -m tests.ship.containers --home "$home" "$@"
-fi
-if [ "${1:-}" = kube ] || { [ $# = 0 ] && [ -n "${KUBE_SERVERS:-}" ]; }; then
-    exec env PYTHONPATH=. PYTHON="$home/tools/bin/python" tests/ship/kube.sh --only served
-fi
+exec env PYTHONPATH=. "$home/tools/bin/python" -m tests.ship.containers --home "$home" "$@"

@@ -11,9 +11,8 @@ import json
 import os
 import subprocess
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import tokenizers
 import torch
@@ -42,54 +41,56 @@ TEXTS: Final = (
 
 
 def run(cache: Path) -> list[Figure]:
-    python = sentence_transformers(cache)
     cases: list[tuple[str, Kind]] = [("qwen3", kind) for kind in KINDS]
     cases += [(family, KINDS[1]) for family in FAMILIES if family != "qwen3"]
     found = []
-    with tempfile.TemporaryDirectory(prefix="e") as place:
+    with tempfile.TemporaryDirectory(prefix="e") as place, Sentences(cache) as theirs:
         for number, (family, kind) in enumerate(cases):
             path = make_embedder(family, Path(place, f"m{number}"), kind)
             if kind[0] == "lasttoken":
                 _end_with_eos(path)
-            theirs, ours = vectors_of(python, path, TEXTS), _ours(path, Path(place))
-            apart = max(float((a - b).abs().max()) for a, b in zip(theirs, ours, strict=True))
+            told: list[list[float]] = theirs.ask(model=str(path), texts=TEXTS)
+            pairs = zip(map(torch.tensor, told), _ours(path, Path(place)), strict=True)
+            apart = max(float((a - b).abs().max()) for a, b in pairs)
             name = f"{family}, {kind[0]}" + "".join(f", {one}" for one in kind[1])
             found.append(figure(f"apart: {name}", apart, "", at_most(APART_MAX)))
     return found
 
 
-def sentence_transformers(cache: Path) -> Path:
-    """The Python that has it. Raises SuiteFailed."""
-    return environment(cache, "sentences", *PACKAGES)
+class Sentences:
+    """sentence-transformers in a process of its own (`scripts/sentences.py`), with torch and transformers of
+    this environment."""
 
+    def __init__(self, cache: Path) -> None:
+        """Raises SuiteFailed."""
+        python, own = environment(cache, "sentences", *PACKAGES), str(Path(torch.__file__).parents[1])
+        variables = {"PYTHONPATH": own, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        self._process = subprocess.Popen(
+            [str(python), "sentences.py"],
+            cwd=SCRIPTS,
+            env={**os.environ, **variables},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
 
-def beside_ours(**variables: str) -> dict[str, str]:
-    """Its variables: torch and transformers are those of this environment."""
-    own = str(Path(torch.__file__).parents[1])
-    return {
-        **os.environ,
-        "PYTHONPATH": own,
-        "HF_HUB_OFFLINE": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        **variables,
-    }
+    def ask(self, **what: object) -> Any:
+        """What it answers. Raises SuiteFailed."""
+        process = self._process
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(json.dumps(what) + "\n")
+        process.stdin.flush()
+        if not (line := process.stdout.readline()):
+            raise SuiteFailed("sentence-transformers failed")
+        return json.loads(line)
 
+    def __enter__(self) -> Self:
+        return self
 
-def vectors_of(python: Path, model: Path, texts: Sequence[str]) -> list[torch.Tensor]:
-    """What sentence-transformers makes of these texts. Raises SuiteFailed."""
-    asked = json.dumps({"model": str(model), "texts": list(texts)})
-    done = subprocess.run(
-        [str(python), "sentences.py"],
-        cwd=SCRIPTS,
-        env=beside_ours(),
-        input=asked,
-        capture_output=True,
-        text=True,
-    )
-    if done.returncode:
-        raise SuiteFailed(f"sentence-transformers failed: {done.stderr[-2000:]}")
-    told: list[Any] = json.loads(done.stdout.splitlines()[-1])
-    return [torch.tensor(vector) for vector in told]
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.wait()
 
 
 def _ours(model: Path, place: Path) -> list[torch.Tensor]:

@@ -308,6 +308,8 @@ class EngineExchange:
             disk_tokens=tally.disk_tokens,
             reasoning_tokens=tally.reasoning_tokens,
             calls=tally.calls,
+            drafted_tokens=tally.drafted,
+            accepted_tokens=tally.accepted,
             accepted_prediction_tokens=tally.predicted,
             rejected_prediction_tokens=tally.mispredicted,
             queue_ms=_ms(timing.queue_s),

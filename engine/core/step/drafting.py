@@ -180,7 +180,7 @@ class Drafting:
             any_right * tokens_of(chance, length)
             for (_, chance, _, any_right), length in zip(drafts, lengths, strict=True)
         )
-        return gained * step_s > rows * longer_s
+        return bool(gained * step_s > rows * longer_s)
 
     def note_host(self, seconds: float) -> None:
         """Learn the host's time for a step."""

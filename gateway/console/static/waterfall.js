@@ -117,6 +117,13 @@ function facts(one, line, meaning) {
     const calls = line?.calls ? `, ${plural(line.calls, "call", "calls")}` : "";
     pairs.push(["Answer", plural(one.completion_tokens, "token", "tokens") + reasoning + calls, "answer"]);
   }
+  if (line?.drafted_tokens) {
+    const right = percent(line.accepted_tokens ?? 0, line.drafted_tokens);
+    pairs.push(["Drafts", `${plural(line.accepted_tokens ?? 0, "step", "steps")} saved (${right} of ${whole(line.drafted_tokens)} right)`, "drafts"]);
+  }
+  if (line?.rejected_prediction_tokens !== undefined && line?.rejected_prediction_tokens !== null) {
+    pairs.push(["Prediction", `${whole(line.accepted_prediction_tokens ?? 0)} right, ${whole(line.rejected_prediction_tokens)} wrong`, "prediction"]);
+  }
   if (line) pairs.push(["Charged", `${whole(line.settled_tokens)} of ${whole(line.reserved_tokens)} reserved`, "charged"]);
   if (line?.engine_preemptions) {
     const kept = line.engine_swaps ? `, ${line.engine_swaps} of them with its pages in host memory` : "";

@@ -4,7 +4,11 @@ Both have the model of `tests.bench.draft_model`, and take turns, the other one 
 question of `tests.bench.draft_texts` a turn, with a seed of its own, and the answer ends where the learned
 one does. The tokens must be equal. A gap is the time between two events of a stream: one with drafts brings
 several tokens at times. What is measured is decoding: all prompts are computed beforehand and found in the
-prefix cache, and a rate counts from a turn's first token to its last."""
+prefix cache, and a rate counts from a turn's first token to its last.
+
+With `--against` a third engine takes turns with them, of another make and with drafts of its own: it has the
+same checkpoint, the same prompts as token ids and the same lengths. What it samples is its own; its tokens
+are those of its usage. `tests.bench.against_vllm --drafts` starts one."""
 
 from __future__ import annotations
 
@@ -29,8 +33,11 @@ from tests.bench.services import get
 
 STREAMS: Final = (1, 8, 32)
 TURNS: Final = {1: 8, 8: 5, 32: 3}
+TURNS_OTHERWISE: Final = 3
 TEMPERATURE: Final = 0.1
 OFF: Final = ("--max-drafts", "0")
+OURS: Final = 2
+"""The first of the engines side by side."""
 TARGETS: Final[dict[tuple[str, int], Target]] = {
     ("edits", 1): at_least(2.5),
     ("edits", 8): at_least(1.5),
@@ -44,8 +51,13 @@ class _Choice(msgspec.Struct):
     token_ids: list[int] = []
 
 
+class _Usage(msgspec.Struct):
+    completion_tokens: int = 0
+
+
 class _Event(msgspec.Struct):
     choices: list[_Choice] = []
+    usage: _Usage | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,21 +79,26 @@ class Side:
     accepted: float = 0.0
 
 
-async def draft_figures(options: Sequence[str]) -> list[Figure]:
-    """The figures of all kinds of texts and numbers of streams. Raises `BenchFailed`."""
+async def draft_figures(
+    options: Sequence[str], many: Sequence[int] = STREAMS, other: Server | None = None
+) -> list[Figure]:
+    """The figures of all kinds of texts and numbers of streams. `other` is an engine of another make. Raises
+    `BenchFailed`."""
     model = folder()
     if not is_made(model):
         raise BenchFailed(f"no model in {model}: make it by `python -m tests.bench.draft_model`")
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     figures: list[Figure] = []
     async with engine(str(model), options) as drafting, engine(str(model), [*options, *OFF]) as plain:
+        servers = (drafting, plain) if other is None else (drafting, plain, other)
         for kind in KINDS:
             questions = _questions(kind, tokenizer)
-            for server in (drafting, plain):
-                with alone(server, (drafting, plain)):
-                    await _turn(server, [Question(each.prompt, 2) for each in questions], 0, Side())
-            for streams in STREAMS:
-                figures += await _in_turns((drafting, plain), kind, questions, streams)
+            for at, server in enumerate(servers):
+                with alone(server, servers):
+                    first = [Question(each.prompt, 2) for each in questions]
+                    await _turn(server, first, 0, Side(), is_ours=at < OURS)
+            for streams in many:
+                figures += await _in_turns(servers, kind, questions, streams)
     return figures
 
 
@@ -93,19 +110,22 @@ def _questions(kind: str, tokenizer: Tokenizer) -> list[Question]:
 
 
 async def _in_turns(
-    servers: tuple[Server, Server], kind: str, questions: Sequence[Question], streams: int
+    servers: Sequence[Server], kind: str, questions: Sequence[Question], streams: int
 ) -> list[Figure]:
-    sides, differing = (Side(), Side()), 0
-    for turn in range(TURNS[streams] + 1):
+    sides, differing = [Side() for _ in servers], 0
+    for turn in range(TURNS.get(streams, TURNS_OTHERWISE) + 1):
         first = turn * streams % len(questions)
         asked = [questions[(first + at) % len(questions)] for at in range(streams)]
         answers: dict[int, list[list[int]]] = {}
-        for at in (0, 1) if turn % 2 else (1, 0):
+        order = range(len(servers))
+        for at in order if turn % 2 else reversed(order):
             with alone(servers[at], servers):
-                answers[at] = await _turn(servers[at], asked, turn, sides[at] if turn else Side())
+                into = sides[at] if turn else Side()
+                answers[at] = await _turn(servers[at], asked, turn, into, is_ours=at < OURS)
         differing += sum(a != b for a, b in zip(answers[0], answers[1], strict=True))
     name = f"drafts, {kind}, {streams} stream{'s' if streams > 1 else ''}"
-    figures = _figures(name, TARGETS.get((kind, streams)), *sides)
+    figures = _figures(name, TARGETS.get((kind, streams)), *sides[:OURS])
+    figures += [one for theirs in sides[OURS:] for one in _beside(name, sides[0], theirs)]
     return [*figures, figure(f"{name}: answers that differ", differing, "", at_most(0))]
 
 
@@ -122,23 +142,38 @@ def _figures(name: str, target: Target | None, drafting: Side, plain: Side) -> l
     ]
 
 
-async def _turn(server: Server, asked: Sequence[Question], turn: int, into: Side) -> list[list[int]]:
-    """Ask all questions at once. Returns the answers."""
-    right, wrong = await _drafts(server)
-    done = await asyncio.gather(*(_asked(server, each, 100 * turn + at) for at, each in enumerate(asked)))
+def _beside(name: str, ours: Side, theirs: Side) -> list[Figure]:
+    """The figures of an engine of another make."""
+    ratio = statistics.median(a / b for a, b in zip(ours.rates, theirs.rates, strict=True))
+    return [
+        figure(f"{name}: tokens/s of the other engine", statistics.median(theirs.rates), "/s"),
+        figure(f"{name}: with drafts / the other engine", ratio, "x"),
+        figure(f"{name}: gap p99 of the other engine", quantile(theirs.gaps_ms, 0.99), "ms"),
+    ]
+
+
+async def _turn(
+    server: Server, asked: Sequence[Question], turn: int, into: Side, *, is_ours: bool
+) -> list[list[int]]:
+    """Ask all questions at once. Returns the answers, where they are told as tokens."""
+    right, wrong = await _drafts(server) if is_ours else (0.0, 0.0)
+    done = await asyncio.gather(
+        *(_asked(server, each, 100 * turn + at, is_ours=is_ours) for at, each in enumerate(asked))
+    )
     tokens = [_tokens(exchange) for exchange in done]
     times = [exchange.event_times for exchange in done]
-    into.rates.append(
-        sum(map(len, tokens)) / (max(each[-1] for each in times) - min(each[0] for each in times))
-    )
+    took_s = max(each[-1] for each in times) - min(each[0] for each in times)
+    into.rates.append(sum(map(len, tokens) if is_ours else map(_used, done)) / took_s)
     into.gaps_ms += (1e3 * (b - a) for each in times for a, b in itertools.pairwise(each))
+    if not is_ours:
+        return tokens
     right_now, wrong_now = await _drafts(server)
     into.accepted += right_now - right
     into.drafted += right_now - right + wrong_now - wrong
     return tokens
 
 
-async def _asked(server: Server, question: Question, seed: int) -> TimedRequest:
+async def _asked(server: Server, question: Question, seed: int, *, is_ours: bool) -> TimedRequest:
     body: dict[str, Any] = {
         "model": server.model,
         "prompt": question.prompt,
@@ -146,8 +181,8 @@ async def _asked(server: Server, question: Question, seed: int) -> TimedRequest:
         "temperature": TEMPERATURE,
         "seed": seed,
         "stream": True,
-        "return_token_ids": True,
     }
+    body |= {"return_token_ids": True} if is_ours else {"stream_options": {"include_usage": True}}
     connection = await server.endpoint.connect()
     with contextlib.closing(connection):
         request = server.endpoint.request("/completions", msgspec.json.encode(body))
@@ -155,8 +190,17 @@ async def _asked(server: Server, question: Question, seed: int) -> TimedRequest:
         return await finished(connection)
 
 
+def _events(exchange: TimedRequest) -> list[_Event]:
+    return [msgspec.json.decode(raw.removeprefix(b"data: "), type=_Event) for raw in exchange.events or []]
+
+
+def _used(exchange: TimedRequest) -> int:
+    """The tokens that an answer's usage tells."""
+    return max((event.usage.completion_tokens for event in _events(exchange) if event.usage), default=0)
+
+
 def _tokens(exchange: TimedRequest) -> list[int]:
-    events = [msgspec.json.decode(raw.removeprefix(b"data: "), type=_Event) for raw in exchange.events or []]
+    events = _events(exchange)
     return [token for event in events for choice in event.choices for token in choice.token_ids]
 
 

@@ -10,7 +10,8 @@ longest prompt beside them whose first token is of use for a limited time, `idle
 with nothing to do, `memory` what all its processes hold after the loads, `recording` the part of a step that
 its record takes, `turns` a conversation (`tests.bench.engine.turns`), `tiers` a chat history that was
 evicted, on engines of its own (`tests.bench.engine.tiers`), `structured` what grammars cost a core of its own
-(`tests.bench.structured`), `drafts` what drafts gain, on engines of its own (`tests.bench.engine.drafts`).
+(`tests.bench.structured`), `drafts` what drafts gain, on engines of its own (`tests.bench.engine.drafts`),
+`embeddings` vectors beside sentence-transformers (`tests.bench.engine.vectors`).
 
 Beside streams a prompt has the part of the time that `engine.core.estimate.pace` gives it by default: the gap
 target less the usual gap, or half of the time where that is more. So its first token should take as long as
@@ -39,6 +40,7 @@ from tests.bench.engine.load import BenchFailed, Load, Sample, Server, alone, me
 from tests.bench.engine.recording import recording
 from tests.bench.engine.tiers import tier_figures
 from tests.bench.engine.turns import turns
+from tests.bench.engine.vectors import vector_figures
 from tests.bench.figures import Figure, at_least, at_most, figure, quantile
 from tests.bench.services import demo_model, free_port, service
 from tests.bench.structured import structured
@@ -56,8 +58,9 @@ ROWS: Final = (
     "tiers",
     "structured",
     "drafts",
+    "embeddings",
 )
-OWN_ROWS: Final = frozenset({"tiers", "structured", "drafts"})
+OWN_ROWS: Final = frozenset({"tiers", "structured", "drafts", "embeddings"})
 """Those that start what they measure."""
 USUAL_ROWS: Final = ("load", "beside", "idle", "memory")
 TOKENS_TARGET: Final = at_least(1.5)
@@ -144,7 +147,11 @@ async def _of_own_engines(options: argparse.Namespace, rows: Set[str], rng: rand
         figures += await tier_figures(options.model or demo_model(), rng, options.engine_options)
     if "structured" in rows:
         figures += structured()
-    return figures + (await draft_figures(options.engine_options) if "drafts" in rows else [])
+    if "embeddings" in rows:
+        figures += await vector_figures(options.model, options.rounds, rng)
+    if "drafts" in rows:
+        figures += await draft_figures(options.engine_options, options.streams, _other(options, "bench"))
+    return figures
 
 
 async def _of_requests(servers: Sequence[Server], rows: Set[str], rng: random.Random) -> list[Figure]:
@@ -270,12 +277,17 @@ def _memory(servers: Sequence[Server]) -> list[Figure]:
 async def _servers(options: argparse.Namespace) -> AsyncIterator[list[Server]]:
     """Those under test: ours, or that of `--url`, then the one that it is measured against."""
     async with _first(options) as first:
-        if options.against is None:
-            yield [first]
-            return
-        endpoint = ApiServer(options.against)
-        name = options.against_model or options.model or first.model
-        yield [first, Server("against, ", endpoint, name, tuple(options.against_pid))]
+        other = _other(options, options.model or first.model)
+        yield [first] if other is None else [first, other]
+
+
+def _other(options: argparse.Namespace, model: str) -> Server | None:
+    """The one that is measured against, which knows its model by this name unless another is given. None
+    where there is none."""
+    if options.against is None:
+        return None
+    name = options.against_model or model
+    return Server("against, ", ApiServer(options.against), name, tuple(options.against_pid))
 
 
 @contextlib.asynccontextmanager

@@ -15,7 +15,7 @@ from safetensors import safe_open
 
 from engine.runtime.models.decoder_config import parse_model_config
 from engine.runtime.weights.parameters import read_all
-from tests.bench import against, against_llama_cpp, against_vllm
+from tests.bench import against, against_llama_cpp
 from tests.bench.against import Other, Piece, compare, show
 from tests.bench.figures import at_least
 from tests.bench.gguf_model import gguf_name, of_hybrid
@@ -48,23 +48,6 @@ def test_every_tensor_of_a_hybrid_model_has_a_name_of_its_own_in_gguf() -> None:
     assert of_hybrid("a.A_log", torch.zeros(2)).tolist() == [-1, -1]
     assert of_hybrid("a.input_layernorm.weight", torch.zeros(2)).tolist() == [1, 1]
     assert of_hybrid("a.linear_attn.norm.weight", torch.ones(2)).tolist() == [1, 1]
-
-
-def test_the_last_load_of_each_model_is_the_one_whose_memory_is_measured() -> None:
-    for name, loads in against_vllm.LOADS.items():
-        pieces = against_vllm.pieces_of(name)
-        assert [piece.streams for piece in pieces] == [*loads, 1]
-        assert [piece.rows for piece in pieces][-2:] == [["load", "memory"], ["beside"]]
-
-
-def test_long_rows_of_a_large_model_are_measured_less_often() -> None:
-    assert against_llama_cpp.turns_of("474M", 32, 2000) == (1, 1)
-    assert against_llama_cpp.turns_of("29M", 8, 2000) == (2, 1)
-    assert against_llama_cpp.turns_of("29M", 8, 200) == (3, 2)
-    assert (
-        against_llama_cpp.work_of("qwen3.5-0.8B", 1, 200)
-        == against_llama_cpp.work_of("29M", 1, 200) * 800 / 29
-    )
 
 
 def test_no_row_begins_after_the_limit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
-import asyncio
-
 import pytest
 
 from tests.bench.draft_texts import COUNT, KINDS, texts
-from tests.bench.engine import served
 from tests.bench.engine.drafts import counted
-from tests.bench.engine.load import BenchFailed
 
 
 def test_the_counters_of_drafts_are_read() -> None:
@@ -30,11 +25,3 @@ def test_an_edit_changes_one_line_of_its_file() -> None:
     for question, answer in texts("edits"):
         asked, answered = question.split("\n")[1:-1], answer.rstrip("\n").split("\n")
         assert sum(a != b for a, b in zip(asked, answered, strict=False)) == 1
-
-
-def test_engines_that_run_elsewhere_are_not_asked() -> None:
-    parser = argparse.ArgumentParser()
-    served.add_arguments(parser)
-    options = parser.parse_args(["--rows", "drafts", "--url", "http://127.0.0.1:1/v1", "--model", "m"])
-    with pytest.raises(BenchFailed, match="--url"):
-        asyncio.run(served.run(options))

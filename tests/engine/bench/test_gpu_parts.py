@@ -23,7 +23,7 @@ from engine.runtime.kernels.autotune import (
     Timer,
 )
 from engine.runtime.models.spec import DeltaNet
-from tests.bench.engine.gpu import attention, matmul, measuring, profile, results, steps
+from tests.bench.engine.gpu import attention, measuring, profile, results, steps
 from tests.bench.engine.gpu.shapes import LLAMA_8B, QWEN3_06B, RandomWeights, decode_floor_s
 from tests.bench.engine.gpu.supervise import LOST
 from tests.engine.decoders import like
@@ -183,16 +183,6 @@ def test_a_context_that_fits_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
         card = SimpleNamespace(total_memory=gib << 30)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, card=card: card)
         assert steps.fitting_context(LLAMA_8B, 256, 2048) == context
-
-
-def test_shapes_that_are_multiplied() -> None:
-    assert matmul.shapes(TOY) == {
-        "qkv": (128, 64),
-        "output": (64, 64),
-        "gate_up": (192, 64),
-        "down": (64, 96),
-        "head": (320, 64),
-    }
 
 
 def test_a_profile_is_told_by_layers() -> None:

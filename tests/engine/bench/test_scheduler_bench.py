@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.config import EngineConfig
 from engine.core.estimate.cost import StepCost
-from tests.bench.engine import disciplines, scheduler, served
+from tests.bench.engine import disciplines, scheduler
 from tests.bench.engine.comparison import ttft_p99
 from tests.bench.engine.virtual import UNBOUNDED_GAPS, Engine, Request, run
 from tests.bench.engine.workloads import CHAT
@@ -133,7 +132,3 @@ async def test_one_part_runs_alone() -> None:
         parser.parse_args(["--only", "pressed", "--requests", "20", "--seeds", "1"])
     )
     assert {figure.name.split(",")[0] for figure in figures} == {"KV at 1.2x need"}
-
-
-def test_the_bench_of_an_engine_knows_the_gap_target() -> None:
-    assert EngineConfig("model").gap_target_ms == served.GAP_TARGET_MS

@@ -308,6 +308,6 @@ def test_of_the_running_prompts_those_that_have_run_for_longest_may_be_hurried()
         prefills = [sequence(handle, 0.0, prompt_len=600) for handle in range(HURRIED_OF + 2)]
         prefills[place].first_token_by = 0.5  # which its 600 tokens would miss
         builder = PlanBuilder(tokens_left=64, prefills=prefills)
-        planner._hurry(builder, rate, 0.0, 0.0)
+        planner._hurry(builder, rate, drafts_s=0.0, now=0.0)
         assert (builder.hurried is prefills[place]) == is_hurried
         assert (builder.hurried is not None) == is_hurried

@@ -21,7 +21,7 @@ from engine.contract.messages import FinishReason
 from engine.core.scheduler_config import SchedulerConfig
 from tests.effort import drawn
 from tests.overlapped import OverlappedSimulation, simulate_overlapped
-from tests.simulator import Report, simulate
+from tests.simulator import Life, Report, simulate
 from tests.worlds import CHEAP_S, SimConfig, random_config
 
 pytestmark = pytest.mark.slow
@@ -237,6 +237,86 @@ def test_laws_hold_in_random_worlds(first: int) -> None:
         assert report.computed_tokens <= report.owed_tokens + report.uncharged_tokens, seed
         seen += tally(report)
     assert {what: seen[what] for what, least in LEAST.items() if seen[what] < least} == {}
+
+
+DRAFTED_WORLDS = drawn(76, whole=1520)
+DRAFTED = 500
+DRAFTED_LEAST = {
+    "a mask": 60,
+    "log-probabilities": 60,
+    "scored prompts": 20,
+    "least tokens": 60,
+    "stop tokens": 50,
+    "the last token": 200,
+    "a numeric failure": 10,
+    "a failed grammar": 5,
+    "an abort": 10,
+    "choices beside it": 200,
+    "a prompt in chunks": 40,
+    "a cached prefix": 100,
+    "a prefix from host memory": 3,
+    "a preemption": 20,
+    "a pause": 60,
+    "a prediction": 100,
+    "all drafts right": 40,
+    "all drafts wrong": 40,
+}
+"""The least number of sequences that had each beside their drafts, among `DRAFTED` of them."""
+
+
+def test_drafts_change_nothing_whatever_stands_beside_them() -> None:
+    """The tokens, the log-probabilities and the ends are those of each sequence alone, which drafts
+    nothing."""
+    seen: Counter[str] = Counter()
+    for seed in range(DRAFTED_WORLDS):
+        config = replace(
+            random_config(10_000 + seed),
+            drafts_max=(3, 15)[seed % 2],
+            right_share=(0.0, 0.5, 0.9, 1.0)[seed // 2 % 4],
+            prompt_logprobs_share=0.15,
+        )
+        if seed % 5 == 0:
+            config = replace(config, host_pages=1000, page_copy_s=CHEAP_S, prefixes=1, salts=1)
+        report = simulate(seed, config)
+        lives = [life for life in report.lives if life.finished is not None and life.finished.drafted]
+        of_request = Counter(life.message.request_id for life in report.lives)
+        for life in lives:
+            seen.update(drafted_with(life, config, of_request))
+    drafted = seen.pop("drafts")
+    assert drafted >= drawn(DRAFTED, whole=10_000)
+    parts = drafted // DRAFTED
+    assert {what: seen[what] for what, least in DRAFTED_LEAST.items() if seen[what] < least * parts} == {}
+
+
+def drafted_with(life: Life, config: SimConfig, of_request: Counter[str]) -> list[str]:
+    """What a sequence that drafted had beside. `of_request`: the sequences of each request."""
+    message, end = life.message, life.finished
+    assert end is not None
+    assert life.started is not None
+    sampling = message.sampling
+    has = {
+        "drafts": True,
+        "a mask": bool(message.grammar),
+        "log-probabilities": sampling.logprobs is not None,
+        "scored prompts": sampling.prompt_logprobs is not None,
+        "least tokens": sampling.min_tokens > 0,
+        "stop tokens": end.reason is FinishReason.STOP,
+        "the last token": end.reason is FinishReason.LENGTH,
+        "a numeric failure": end.reason is FinishReason.NUMERIC,
+        "a failed grammar": end.reason is FinishReason.GRAMMAR,
+        "an abort": end.reason is FinishReason.ABORTED,
+        "choices beside it": of_request[message.request_id] > 1,
+        "a prompt in chunks": len(message.prompt_ids) - life.started.cached_len
+        > config.scheduler.step_tokens_max,
+        "a cached prefix": life.started.cached_len > 0,
+        "a prefix from host memory": life.started.host_len > 0,
+        "a preemption": end.preemptions > 0,
+        "a pause": end.stalled_s > 0,
+        "a prediction": bool(life.message.prediction),
+        "all drafts right": end.accepted == end.drafted > 3,
+        "all drafts wrong": end.accepted == 0 and end.drafted > 3,
+    }
+    return [name for name, is_so in has.items() if is_so]
 
 
 def tally(report: Report) -> Counter[object]:

@@ -63,6 +63,7 @@ FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "phi3": ("Phi3", {"partial_rotary_factor": 0.5, "sliding_window": 12}),
     "olmo2": ("Olmo2", {}),
     "olmo3": ("Olmo3", {"sliding_window": 12, "layer_types": ["sliding_attention", "full_attention"]}),
+    "exaone4": ("Exaone4", {"sliding_window": 12, "sliding_window_pattern": 2}),
     "granitemoehybrid": (
         "GraniteMoeHybrid",
         {
@@ -126,6 +127,7 @@ BY_KERNELS: Mapping[str, Mapping[str, Any]] = {
     "ministral3": {},
     "olmo2": {},
     "olmo3": {},
+    "exaone4": {},
     "arcee": {},
     "qwen3_5_text": {"linear_key_head_dim": 16},
 }

@@ -262,6 +262,16 @@ OWN: Mapping[str, Sequence[Mapping[str, Any]]] = {
         {"rope_scaling": {"rope_type": "yarn", **YARN}, "rope_theta": 300.0},
         {"rope_parameters": {FULL: {"rope_type": "yarn", **YARN, "truncate": False}}},
     ),
+    "exaone4": (
+        {"layer_types": [SLIDING, FULL]},
+        {"layer_types": [SLIDING, FULL], "sliding_window_pattern": "LG"},
+        {"sliding_window_pattern": "LG"},
+        {"sliding_window_pattern": ABSENT},
+        {"sliding_window_pattern": None},
+        {"sliding_window": None},
+        {"sliding_window": None, "layer_types": [FULL, FULL]},
+        {"rope_scaling": {"rope_type": "llama3", **LLAMA3, **ORIGINAL}, "rope_theta": 300.0},
+    ),
     "seed_oss": (
         {"attention_out_bias": ABSENT},
         {"attention_bias": False, "attention_out_bias": False},

@@ -8,7 +8,7 @@ import random
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -30,6 +30,9 @@ from tests.engine.models import CONTEXT_LEN, FAMILIES, VOCAB_SIZE
 from tests.engine.runtime.conftest import MakeModel, load
 from tests.engine.runtime.driver import Driver
 from tests.engine.runtime.test_with_scheduler import serve
+
+if TYPE_CHECKING:  # it imports Triton, which a CPU's tests do without
+    from engine.runtime.device.device_runner import DeviceRunner
 
 TOLERANCE = 2e-6
 NETWORKS = ("native", "torch")
@@ -56,7 +59,12 @@ def prompts(seed: int = 1, lengths: Sequence[int] = (5, 17, 100, 1, 64, 90)) -> 
 
 
 def vectors(
-    runner: HostRunner, given: Sequence[list[int]], *, chunk: int = 1 << 20, at_once: int = 8, length: int = 0
+    runner: HostRunner | DeviceRunner,
+    given: Sequence[list[int]],
+    *,
+    chunk: int = 1 << 20,
+    at_once: int = 8,
+    length: int = 0,
 ) -> list[Tensor]:
     """By plans of so many rows at most, each of so many tokens at most."""
     driver, found = Driver(runner), dict[int, bytes]()

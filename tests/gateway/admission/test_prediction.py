@@ -35,6 +35,8 @@ def told(rejected: int, accepted: int = 7) -> sse.Closing:
         end_reason="ok",
         prompt_tokens=len(PROMPT),
         completion_tokens=9 + rejected,
+        drafted_tokens=20,
+        accepted_tokens=8,
         accepted_prediction_tokens=accepted,
         rejected_prediction_tokens=rejected,
     )
@@ -62,6 +64,7 @@ async def test_it_is_reserved_for_each_choice_and_what_was_right_comes_back(
     assert line["settled_tokens"] == len(PROMPT) + 9 + 5
     assert (line["completion_tokens"], line["accepted_prediction_tokens"]) == (14, 7)
     assert line["rejected_prediction_tokens"] == 5
+    assert (line["drafted_tokens"], line["accepted_tokens"]) == (20, 8)
     assert house.engine.seen[-1].body["penstock"]["predicted_ids"] == byte_ids(TEXT)
     await house.at_rest()
 

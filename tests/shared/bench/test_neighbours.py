@@ -12,7 +12,7 @@ from tests.bench.gateway.attack import Law
 from tests.bench.gateway.attackers import named
 from tests.bench.gateway.attacks import ATTACKS, against
 from tests.bench.gateway.neighbourhood import LIVE_MAX, REQUEST_MEMORY, gateway_config
-from tests.bench.gateway.neighbours import _charged, _is_wanted, _parsed
+from tests.bench.gateway.neighbours import _charged
 from tests.bench.gateway.victim import Account, Cost
 
 DETAILS = b'"prompt_tokens_details": {"cached_tokens": %d}'
@@ -29,14 +29,6 @@ def test_every_attack_is_bounded_by_count() -> None:
     assert [one.name for one in ATTACKS if not 1 <= one.at_once <= one.count <= 1000] == []
 
 
-def test_attacks_are_chosen_by_words_in_their_names_or_laws() -> None:
-    attack = against(Law.SEATS)[0]
-    assert _is_wanted(attack, None)
-    assert _is_wanted(attack, ["nothing", "seats are"])
-    assert _is_wanted(attack, [attack.name[3:9]])
-    assert not _is_wanted(attack, ["nothing"])
-
-
 def test_the_gateways_file_is_a_configuration() -> None:
     config = load(tomllib.loads(to_toml(gateway_config(["http://127.0.0.1:1"]))), {})
     assert config == gateway_config(["http://127.0.0.1:1"])
@@ -51,11 +43,6 @@ def test_charges_are_told_without_the_victims() -> None:
     victims.merge(victims)
     assert _charged(Cost(684.0, 648.0).less(victims.cost)) == 1.0
     assert _charged(Cost(684.0, 48.0 + 199.0).less(victims.cost)) is None
-
-
-def test_metrics_are_read_by_their_names_with_their_labels() -> None:
-    read = _parsed('# HELP a b\na 1.5\nb{kind="x y"} 2e3\n')
-    assert (read["a"], read['b{kind="x y"}'], read["c"]) == (1.5, 2000.0, 0.0)
 
 
 def test_memory_grows_with_every_limit() -> None:

@@ -81,6 +81,17 @@ def test_cached_tokens_are_told_as_a_share_and_by_tier() -> None:
     assert "prompt 128 tokens (96 cached, 75%, 64 of them in host memory, 32 of them on disk)" in text
 
 
+@pytest.mark.parametrize("service", ["gateway", "engine"])
+def test_the_steps_that_drafts_saved_are_told_and_what_came_of_a_prediction(service: str) -> None:
+    told = {"drafted_tokens": 40, "accepted_tokens": 30}
+    text = shown("left", line_of(service, "left", **told))
+    assert "30 steps saved by drafts (75% of 40 right)" in text
+    assert "prediction" not in text
+    predicted = {"accepted_prediction_tokens": 21, "rejected_prediction_tokens": 4}
+    text = shown("left", line_of(service, "left", **told, **predicted))
+    assert "of its prediction 21 right and 4 wrong" in text
+
+
 def test_the_session_that_a_caller_named_is_told() -> None:
     named = line_of("gateway", "left", session="0123456789abcdef")
     assert schema_problem(named) is None

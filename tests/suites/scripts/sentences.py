@@ -1,4 +1,8 @@
-"""Vectors by sentence-transformers of texts on the standard input; with `rounds`, how long it takes."""
+"""Vectors by sentence-transformers: each line of the standard input asks for something, and has a line of
+answer.
+
+`model` loads one, `texts` asks for their vectors, `batches` for the seconds that it takes to make those of
+some texts at once, then of others."""
 
 import json
 import sys
@@ -7,19 +11,19 @@ import time
 import torch
 from sentence_transformers import SentenceTransformer
 
-asked = json.load(sys.stdin)
-if "threads" in asked:
-    torch.set_num_threads(asked["threads"])
-model = SentenceTransformer(asked["model"], device="cpu", model_kwargs={"dtype": torch.float32})
-texts = asked["texts"]
-if "rounds" not in asked:
-    print(json.dumps([vector.tolist() for vector in model.encode(texts, batch_size=5)]))
-else:
-    for size in asked["sizes"]:
-        best_s = float("inf")
-        for _ in range(asked["rounds"] + 1):
-            began_s = time.perf_counter()
-            for at in range(0, len(texts), size):
-                model.encode(texts[at : at + size], batch_size=size)
-            best_s = min(best_s, time.perf_counter() - began_s)
-        print(json.dumps([size, len(texts) / best_s]), flush=True)
+model = None
+for line in sys.stdin:
+    asked = json.loads(line)
+    told = None
+    if "threads" in asked:
+        torch.set_num_threads(asked["threads"])
+    if "model" in asked:
+        model = SentenceTransformer(asked["model"], device="cpu", model_kwargs={"dtype": torch.float32})
+    if "texts" in asked:
+        told = [vector.tolist() for vector in model.encode(asked["texts"], batch_size=5)]
+    if "batches" in asked:
+        began_s = time.perf_counter()
+        for batch in asked["batches"]:
+            model.encode(batch, batch_size=len(batch))
+        told = time.perf_counter() - began_s
+    print(json.dumps(told), flush=True)

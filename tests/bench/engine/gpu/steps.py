@@ -152,12 +152,12 @@ class Bench:
             assert torch.equal(own, expected), "differs from the step whose launches are plain"
         return self._shares(ms, batch, context, torch.bfloat16) | {"plain_ms": plain_ms}
 
-    def _step(self, batch: int, context: int, kv_dtype: torch.dtype, tokens: int = 1) -> DecodeStep:
-        """`tokens`: those of a row."""
+    def _step(self, batch: int, context: int, kv_dtype: torch.dtype, each: int = 1) -> DecodeStep:
+        """`each`: the tokens of a row."""
         config, width = self.config, -(-context // PAGE)
         cache = self.cache(batch * width * PAGE, kv_dtype)
-        sizes: dict[str, Any] = {"rows_max": batch * tokens, "multiprocessors": self.multiprocessors}
-        sizes |= {"together_max": DRAFTS_MAX + 1} if tokens > 1 else {}
+        sizes: dict[str, Any] = {"rows_max": batch * each, "multiprocessors": self.multiprocessors}
+        sizes |= {"together_max": DRAFTS_MAX + 1} if each > 1 else {}
         attention = TritonDecode(cache, self.spec, **sizes, dtype=self.decoder.dtype)
         table = torch.zeros(batch + 1, width, dtype=torch.int32, device=CUDA)
         table[:batch] = torch.randperm(batch * width, device=CUDA).int().view(batch, width)
@@ -166,7 +166,7 @@ class Bench:
         sampling = DeviceSampling.empty(batch + 1, config.vocab_size, CUDA)
         asked = [SamplingParams(seed=slot, max_tokens=1) for slot in range(batch)]
         sampling.seat_all(range(batch), asked, [context + 1] * batch)
-        scratch = SamplingScratch.empty(batch * tokens, config.vocab_size, self.decoder.dtype, CUDA)
+        scratch = SamplingScratch.empty(batch * each, config.vocab_size, self.decoder.dtype, CUDA)
         tables = tokens, table, sampling, scratch
         return DecodeStep(self.decoder, cache, attention, *tables, states=self._states(batch + 1))
 

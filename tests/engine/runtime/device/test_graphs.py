@@ -261,6 +261,7 @@ def test_shapes_are_those_that_a_row_fits_into() -> None:
     """A row that needs the wider kernel has more tokens than the narrow one has room for."""
     shapes = verify_shapes(verify_buckets(12), (4, 16))
     assert shapes == [(2, 4), (3, 4), (4, 4), (6, 4), (6, 16), (8, 4), (8, 16), (12, 4), (12, 16)]
+    assert len(verify_shapes(verify_buckets(512), (4, 16))) == 31
 
 
 class Verifying(Model):

@@ -79,7 +79,7 @@ def test_a_model_says_the_same_in_kernels(tiny_model: MakeModel, family: str) ->
     assert all(output == outputs[0] for output in outputs)
 
 
-LIKE_OTHERS = {"granitemoehybrid", "hunyuan_v1_dense", "phi3", "seed_oss", "ministral", "olmo2"}
+LIKE_OTHERS = {"exaone4", "granitemoehybrid", "hunyuan_v1_dense", "phi3", "seed_oss", "ministral", "olmo2"}
 """Families whose decoders consist of pieces that others have, too: these are compared by command."""
 
 

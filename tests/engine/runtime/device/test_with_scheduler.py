@@ -111,10 +111,12 @@ def test_one_step_ahead_on_a_device_is_a_cpu_step_by_step(
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy, where what a mask forbids is tempered
-@pytest.mark.parametrize("right_share", [0.7, *some([0.0, 1.0], usual=0)])
-def test_drafts_change_no_token_on_a_device(tiny_model: MakeModel, right_share: float) -> None:
-    """With grammars, in a pool in which sequences are preempted: those that a CPU says without drafts.
-    Launches wait for nothing."""
+@pytest.mark.parametrize(
+    ("right_share", "overlap"), [(0.7, True), *some([(0.7, False), (0.0, True), (1.0, True)], usual=0)]
+)
+def test_drafts_change_no_token_on_a_device(tiny_model: MakeModel, right_share: float, overlap: bool) -> None:
+    """With grammars, in a pool in which sequences are preempted: those that a CPU says without drafts. Plans
+    wait for steps in flight, or do not; launches wait for nothing."""
     path, rng = tiny_model("qwen3", **SMALL), random.Random(4)
     added = []
     for handle, asked in enumerate((*COMPANY, *COMPANY[:3])):
@@ -141,7 +143,10 @@ def test_drafts_change_no_token_on_a_device(tiny_model: MakeModel, right_share: 
     answers |= {handle: own[:-1] for handle, own in tokens.items()}
     scheduler = scheduler_of(device.info)
     draft_by(scheduler, drafter_of)
-    steps = serve(scheduler, Unwaiting(device), added)
+    if overlap:
+        steps = serve_overlapped(scheduler, Unwaiting(device), added, 0.05)
+    else:
+        steps = serve(scheduler, Unwaiting(device), added)
     tokens_drafted, logprobs_drafted = all_said(steps)
     assert tokens_drafted == tokens
     assert logprobs.keys() == logprobs_drafted.keys()
