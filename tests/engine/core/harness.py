@@ -12,6 +12,7 @@ from engine.contract.messages import (
     Finished,
     FinishReason,
     Plan,
+    RunnerInfo,
     SamplingParams,
     ServiceClass,
     Started,
@@ -48,6 +49,11 @@ def knowing(scheduler: Scheduler, cost: StepCost) -> Scheduler:
     return scheduler
 
 
+def guessing(info: RunnerInfo, most: int, share: float) -> RunnerInfo:
+    """A runner that guesses so many tokens of a row, at such a part of a decode's time each."""
+    return msgspec.structs.replace(info, drafts_max=most, guesses_max=most, guess_share=share)
+
+
 class Harness:
     """`settings`: further ones of the scheduler's."""
 
@@ -70,8 +76,7 @@ class Harness:
         fill_s: Callable[[int], float] = lambda handle: 0.0,
         state_bytes: int = 0,
         state_places: int = 0,
-        guesses_max: int = 0,
-        guess_share: float = 0.01,
+        guesses: tuple[int, float] = (0, 0.0),
         **settings: Any,
     ) -> None:
         config = SchedulerConfig(
@@ -87,14 +92,9 @@ class Harness:
             pages=pages, page_size=page_size, slots=slots, max_model_len=max_model_len, host_pages=host_pages
         )
         info = msgspec.structs.replace(
-            info,
-            timed_steps=timed_steps,
-            state_bytes=state_bytes,
-            state_places=state_places,
-            drafts_max=guesses_max,
-            guesses_max=guesses_max,
-            guess_share=guess_share,
+            info, timed_steps=timed_steps, state_bytes=state_bytes, state_places=state_places
         )
+        info = guessing(info, *guesses)
         self.now = 100.0
         grammars = self.grammars = FakeGrammars(lambda: self.now, info.vocab_size, fill_s)
         self.scheduler = Scheduler(config, info, discipline, grammars=grammars)

@@ -668,9 +668,9 @@ def test_drafts_keep_to_the_least_gap_target_and_lengthen_a_late_step_by_a_share
 # -- guesses of the model's own -------------------------------------------------------------------
 
 
-def guessing(streams: int, **options: Any) -> Harness:
+def guessing(streams: int, share: float = 0.01) -> Harness:
     """So many streams of 40 tokens, of a model that guesses: mostly rightly, until a fifth of its guesses."""
-    h = Harness(**({"guesses_max": 4, "pages": 400} | options))
+    h = Harness(guesses=(4, share), pages=400)
     knowing(h.scheduler, StepCost(row_s=1e-5, fixed_s=1e-2))
     for handle in range(streams):
         h.add(handle, [handle, 7, 8, 9], greedy(40, seed=handle + 1))
@@ -690,7 +690,7 @@ def test_guesses_are_drafts_of_the_next_step() -> None:
 
 def test_what_guesses_cost_decides() -> None:
     """As a part of a decode: where one takes as long, none is asked for."""
-    none, few, many = (guessing(1, guess_share=share) for share in (1.0, 0.3, 0.01))
+    none, few, many = (guessing(1, share) for share in (1.0, 0.3, 0.01))
     asked = [sum(sum(plan.guesses) for plan in h.plans) for h in (none, few, many)]
     assert asked[0] == 0 < asked[1]
     lengths = [max(map(max, (plan.guesses for plan in h.plans if plan.guesses))) for h in (few, many)]
