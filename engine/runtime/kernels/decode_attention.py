@@ -229,12 +229,7 @@ def paged_decode(
     launch(
         decode_kernel,
         (programs,),
-        q,
-        keys,
-        values,
-        tables,
-        lengths,
-        behind,
+        *(q, keys, values, tables, lengths, behind),
         work.pieces,
         scratch.sums,
         *scratch.scales,
@@ -349,36 +344,12 @@ def _place(tile, own, ends, every, KV_HEADS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["tables"])
 def decode_kernel(
-    q,
-    keys,
-    values,
-    tables,
-    lengths,
-    behind,
-    pieces,
-    sums,
-    maxima,
-    weights,
-    arrivals,
-    out,
-    rows,
-    q_stride,
-    table_stride,
-    scale,
-    v_scale,
-    WINDOW: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    QUERIES: tl.constexpr,
-    MEMBERS_BLOCK: tl.constexpr,
-    DOT_ROWS: tl.constexpr,
-    D: tl.constexpr,
-    PAGE: tl.constexpr,
-    PARTS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    COMBINE: tl.constexpr,
+    q, keys, values, tables, lengths, behind, pieces, sums, maxima, weights, arrivals, out, rows, q_stride,
+    table_stride, scale, v_scale, WINDOW: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
+    QUERIES: tl.constexpr, MEMBERS_BLOCK: tl.constexpr, DOT_ROWS: tl.constexpr, D: tl.constexpr,
+    PAGE: tl.constexpr, PARTS: tl.constexpr, COLUMNS: tl.constexpr, COMBINE: tl.constexpr,
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     """Program i computes piece i, segment by segment: heads of a row follow each other, then the next row. A
     row is named by its first token; its members are its tokens' query heads of the segment's group."""
     wait_for_earlier(PDL)

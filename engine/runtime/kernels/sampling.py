@@ -85,35 +85,11 @@ def _looks_back(penalties):
 
 @triton.jit
 def measure_kernel(
-    logits,
-    edited,
-    are_edited,
-    slots,
-    positions,
-    penalties,
-    counts,
-    bias_ids,
-    bias_values,
-    biases,
-    stop_ids,
-    stops,
-    held_until,
-    masks,
-    are_masked,
-    drafts,
-    masked_by,
-    known,
-    known_width,
-    best,
-    raw_best,
-    raw_sum,
-    places,
-    vocab,
-    EDITS_MAX: tl.constexpr,
-    STOPS_MAX: tl.constexpr,
-    CHUNK: tl.constexpr,
+    logits, edited, are_edited, slots, positions, penalties, counts, bias_ids, bias_values, biases,
+    stop_ids, stops, held_until, masks, are_masked, drafts, masked_by, known, known_width, best, raw_best,
+    raw_sum, places, vocab, EDITS_MAX: tl.constexpr, STOPS_MAX: tl.constexpr, CHUNK: tl.constexpr,
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     wait_for_earlier(PDL)
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slot = tl.load(slots + row).to(tl.int64)
@@ -237,41 +213,12 @@ def weigh_kernel(
 
 @triton.jit
 def choose_kernel(
-    logits,
-    edited,
-    are_edited,
-    slots,
-    positions,
-    temperature,
-    top_k,
-    top_p,
-    min_p,
-    penalties,
-    seed,
-    counts,
-    best,
-    raw_best,
-    raw_sum,
-    places,
-    masses,
-    near_masses,
-    near_counts,
-    candidates,
-    mass_before,
-    tokens,
-    logprobs,
-    known,
-    known_width,
-    agreed,
-    vocab,
-    CANDIDATE_BLOCK: tl.constexpr,
-    GATHERED_MAX: tl.constexpr,
-    RUN: tl.constexpr,
-    RUNS_BLOCK: tl.constexpr,
-    CHUNK: tl.constexpr,
-    CHUNKS_BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    logits, edited, are_edited, slots, positions, temperature, top_k, top_p, min_p, penalties, seed,
+    counts, best, raw_best, raw_sum, places, masses, near_masses, near_counts, candidates, mass_before,
+    tokens, logprobs, known, known_width, agreed, vocab, CANDIDATE_BLOCK: tl.constexpr,
+    GATHERED_MAX: tl.constexpr, RUN: tl.constexpr, RUNS_BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+    CHUNKS_BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     wait_for_earlier(PDL)
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row).to(tl.int64)

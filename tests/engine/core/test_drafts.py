@@ -449,7 +449,7 @@ def test_a_shape_is_filled_and_the_next_not_begun_for_little() -> None:
 # -- beside steps in flight -----------------------------------------------------------------------
 
 
-class Known:
+class SameDrafts:
     """Implements `Drafts`: finds as many tokens, of one chance."""
 
     size = read_len = 0
@@ -479,11 +479,11 @@ ROW_S, STREAM_STEP_S = 1e-5, 4e-3
 
 def streaming(
     chances: list[tuple[float, int]], host_s: float
-) -> tuple[Drafting, list[Sequence], list[Known]]:
+) -> tuple[Drafting, list[Sequence], list[SameDrafts]]:
     """Streams with a token that is coming, of which each finds so many drafts of a chance."""
     learner = CostLearner()
     learner._cost = StepCost(row_s=ROW_S, fixed_s=STREAM_STEP_S)
-    drafters = [Known(*own) for own in chances]
+    drafters = [SameDrafts(*own) for own in chances]
     streams = []
     for handle in range(len(chances)):
         each = sequence(handle, 0.0)

@@ -46,16 +46,8 @@ def run(
     heads = shape.heads, shape.kv_heads, shape.head_dim
     scratch = kernels.DecodeScratch.empty(programs, tokens, *heads, device, queries)
     scratch.sums.fill_(torch.nan)
-    kernels.list_work(
-        lengths,
-        shape.kv_heads,
-        window,
-        tile,
-        work,
-        programs=programs,
-        piece_tokens_min=piece_tokens_min,
-        behind=behind,
-    )
+    own = lengths, shape.kv_heads, window, tile, work
+    kernels.list_work(*own, programs=programs, piece_tokens_min=piece_tokens_min, behind=behind)
     out = kernels.paged_decode(
         case.q,
         case.keys,
