@@ -54,7 +54,7 @@ from typing import Final
 from engine.contract.messages import Finished, FinishReason, SamplingParams, ServiceClass, Want
 from engine.core.drafts.drafter import Drafts, Proposal
 from engine.core.drafts.guesses import GuessDrafts
-from engine.core.drafts.price import Why
+from engine.core.drafts.price import Sureness
 from engine.core.pages.block_manager import BlockManager, PageChain, PageIdentity
 
 
@@ -158,7 +158,7 @@ class Sequence:
     """The same, where the model guesses; else None."""
     foreseen: Sequence_[int] = ()
     """Where it follows a grammar: the drafts behind which its masks are known."""
-    foreseen_why: Sequence_[Why] = ()
+    foreseen_why: Sequence_[Sureness] = ()
     """Why each of them is drafted. Empty where that was not told."""
     masks_ahead: Sequence_[bytes] = ()
     """The mask behind each of them."""
@@ -380,7 +380,7 @@ class Sequence:
             self.coming += length - 1
             self.drafted += length - 1
 
-    def foresee(self, drafts: Sequence_[int], masks: Sequence_[bytes], why: Sequence_[Why] = ()) -> None:
+    def foresee(self, drafts: Sequence_[int], masks: Sequence_[bytes], why: Sequence_[Sureness] = ()) -> None:
         """Know the masks behind drafts, none of which ends it."""
         stops = self.sampling.stop_token_ids
         length = next((at for at, token in enumerate(drafts) if token in stops), len(drafts))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Final, NamedTuple, Protocol
 
 from engine.core.drafts.ngrams import NGrams
-from engine.core.drafts.price import FORCED, Acceptance, Why
+from engine.core.drafts.price import FORCED, Acceptance, Sureness
 
 PAUSE_MAX: Final = 16
 """The most tokens that pass from one look that finds nothing to the next."""
@@ -23,7 +23,7 @@ class Proposal(NamedTuple):
     """True if one of them is to be tried, whatever the chance."""
     predicted: int = 0
     """The leading ones that the caller predicted, who is charged for those that are wrong."""
-    why: Sequence[Why] = ()
+    why: Sequence[Sureness] = ()
     """Why each is drafted, where a grammar is followed. Empty: all were found likely."""
 
 
@@ -90,7 +90,7 @@ class NGramDrafts:
         self._stops: Final = stops
         self._misses = 0
         self.has_read = True
-        self._why: Sequence[Why] = ()
+        self._why: Sequence[Sureness] = ()
         self._verified = self._predicted = 0
         """The kind of the drafts that are being verified, and how many of them the caller predicted."""
 
@@ -132,7 +132,7 @@ class NGramDrafts:
     def learn(self, drafts: int, right: int) -> int:
         if not self._why:
             self.acceptance.learn(self._verified, right, all_right=right == drafts)
-        for kind, why in ((self._verified, Why.DRAFTED), (FORCED, Why.FORCED)) if self._why else ():
+        for kind, why in ((self._verified, Sureness.DRAFTED), (FORCED, Sureness.FORCED)) if self._why else ():
             own = self._why[:right].count(why)
             is_wrong = right < drafts and self._why[right] is why
             if own or is_wrong:  # what is sure says nothing

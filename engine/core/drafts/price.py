@@ -16,9 +16,9 @@ step or more. So where there are such shapes, of all counts of drafts, in the sa
 that has the most tokens per second, each at the time of the shape that it is padded to: a shape is filled
 before the next is begun, and the next is begun for what would fill it (`lengths_by_shape`).
 
-*Chances.* What a grammar forces is doubted less, or not at all (`Why`). The chance of any other is estimated
-from what came of a sequence's drafts before (`Acceptance`), apart for matches of different lengths, since
-what follows a long one is right more often. An estimate begins as `PRIORS` say, with the weight of
+*Chances.* What a grammar forces is doubted less, or not at all (`Sureness`). The chance of any other is
+estimated from what came of a sequence's drafts before (`Acceptance`), apart for matches of different lengths,
+since what follows a long one is right more often. An estimate begins as `PRIORS` say, with the weight of
 `PRIOR_DRAFTS`, and forgets: the last fifty steps with drafts decide. One so low that no draft pays would
 never be told better. So after `PROBE_AFTER` offers of which none was taken a single draft is tried, whatever
 it costs, and if that is wrong the next one after `PROBE_MORE` times as many."""
@@ -48,7 +48,7 @@ PROBE_MORE: Final = 8
 CHANCE_MAX: Final = 0.98
 
 
-class Why(IntEnum):
+class Sureness(IntEnum):
     """Why a token is drafted for a sequence that follows a grammar."""
 
     DRAFTED = 0

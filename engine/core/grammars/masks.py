@@ -37,7 +37,7 @@ from enum import Enum
 from typing import Final, Protocol
 
 from engine.contract.messages import FinishReason, Want
-from engine.core.drafts.price import Why
+from engine.core.drafts.price import Sureness
 from engine.core.sequence import Sequence as Sequence_
 
 GRACE_PART: Final = 0.125
@@ -69,7 +69,7 @@ class Filled:
     """Tokens that may follow one after another."""
     ahead: Sequence[bytes] = ()
     """The mask of the token behind each of them."""
-    why: Sequence[Why] = ()
+    why: Sequence[Sureness] = ()
     """Why each of them is drafted."""
 
 

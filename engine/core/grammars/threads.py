@@ -37,7 +37,7 @@ from functools import partial
 from typing import Final
 
 from engine.contract.grammars import BadGrammar, Executor, Matcher, Vocabulary, compiled, failure
-from engine.core.drafts.price import Why
+from engine.core.drafts.price import Sureness
 from engine.core.grammars.lanes import SLOW_S, Lane
 from engine.core.grammars.masks import Filled, MatcherStanding, is_allowed, is_single
 from shared.process import logs
@@ -305,20 +305,20 @@ class GrammarThreads:
 
     def _foreseen(
         self, row: _Row, mask: bytes, standing: MatcherStanding
-    ) -> tuple[()] | tuple[list[int], list[bytes], list[Why]]:
+    ) -> tuple[()] | tuple[list[int], list[bytes], list[Sureness]]:
         """The drafts of a row that its grammar allows, with the tokens that it forces behind them, the mask
         behind each, and why it is one. A copy of the matcher takes them in: one in error would never leave
         it. What takes longer than `SLOW_S` in all goes no further."""
         if row.drafts is None or standing is not MatcherStanding.GOES_ON:
             return ()
-        drafts, ahead, whys = list[int](), list[bytes](), list[Why]()
-        began_s, why = time.thread_time(), Why.DRAFTED
+        drafts, ahead, whys = list[int](), list[bytes](), list[Sureness]()
+        began_s, why = time.thread_time(), Sureness.DRAFTED
         try:
             matcher = row.own_matcher().deep_copy()
             tokens = deque(row.drafts)
             while len(drafts) < FORESEEN_MAX and time.thread_time() - began_s <= SLOW_S:
                 if not tokens or not is_allowed(mask, tokens[0]):
-                    tokens, why = deque(matcher.compute_ff_tokens()), Why.FORCED
+                    tokens, why = deque(matcher.compute_ff_tokens()), Sureness.FORCED
                 if not tokens or not matcher.consume_token(token := tokens.popleft()):
                     break
                 is_sure = is_single(mask)
@@ -327,7 +327,7 @@ class GrammarThreads:
                     break
                 drafts.append(token)
                 ahead.append(mask)
-                whys.append(Why.SURE if is_sure else why)
+                whys.append(Sureness.SURE if is_sure else why)
         except BaseException as error:  # llguidance's panics are no Exceptions
             log.warning("core.drafts_failed", reason=type(error).__name__)
         return drafts, ahead, whys

@@ -45,7 +45,7 @@ from engine.contract.messages import RunnerInfo, agreed
 from engine.core.drafts.drafter import Drafts, NGramDrafts, Proposal
 from engine.core.drafts.guesses import GuessDrafts
 from engine.core.drafts.prediction import PredictionDrafts
-from engine.core.drafts.price import Offer, Why, lengths_by_shape, lengths_that_pay, tokens_of
+from engine.core.drafts.price import Offer, Sureness, lengths_by_shape, lengths_that_pay, tokens_of
 from engine.core.estimate import pace
 from engine.core.estimate.cost import CostLearner, Work
 from engine.core.scheduler_config import SchedulerConfig
@@ -93,7 +93,11 @@ def _chances(sequence: Sequence, draft: Proposal) -> Sequence_[float]:
     if not draft.why:
         return ()
     assert sequence.drafter is not None
-    of = {Why.DRAFTED: draft.chance, Why.FORCED: sequence.drafter.forced().chance, Why.SURE: 1.0}
+    of = {
+        Sureness.DRAFTED: draft.chance,
+        Sureness.FORCED: sequence.drafter.forced().chance,
+        Sureness.SURE: 1.0,
+    }
     return [of[why] for why in draft.why]
 
 

@@ -10,8 +10,7 @@ longest prompt beside them whose first token is of use for a limited time, `idle
 with nothing to do, `memory` what all its processes hold after the loads, `recording` the part of a step that
 its record takes, `turns` a conversation (`tests.bench.engine.turns`), `tiers` a chat history that was
 evicted, on engines of its own (`tests.bench.engine.tiers`), `structured` what grammars cost a core of its own
-(`tests.bench.structured`), `drafts` what drafts gain, on engines of its own (`tests.bench.engine.drafts`),
-`embeddings` vectors beside sentence-transformers (`tests.bench.engine.vectors`).
+(`tests.bench.structured`), `drafts` what drafts gain, on engines of its own (`tests.bench.engine.drafts`).
 
 Beside streams a prompt has the part of the time that `engine.core.estimate.pace` gives it by default: the gap
 target less the usual gap, or half of the time where that is more. So its first token should take as long as
@@ -40,7 +39,6 @@ from tests.bench.engine.load import BenchFailed, Load, Sample, Server, alone, me
 from tests.bench.engine.recording import recording
 from tests.bench.engine.tiers import tier_figures
 from tests.bench.engine.turns import turns
-from tests.bench.engine.vectors import vector_figures
 from tests.bench.figures import Figure, at_least, at_most, figure, quantile
 from tests.bench.services import demo_model, free_port, service
 from tests.bench.structured import structured
@@ -58,9 +56,8 @@ ROWS: Final = (
     "tiers",
     "structured",
     "drafts",
-    "embeddings",
 )
-OWN_ROWS: Final = frozenset({"tiers", "structured", "drafts", "embeddings"})
+OWN_ROWS: Final = frozenset({"tiers", "structured", "drafts"})
 """Those that start what they measure."""
 USUAL_ROWS: Final = ("load", "beside", "idle", "memory")
 TOKENS_TARGET: Final = at_least(1.5)
@@ -147,8 +144,6 @@ async def _of_own_engines(options: argparse.Namespace, rows: Set[str], rng: rand
         figures += await tier_figures(options.model or demo_model(), rng, options.engine_options)
     if "structured" in rows:
         figures += structured()
-    if "embeddings" in rows:
-        figures += await vector_figures(options.model, options.rounds, rng)
     if "drafts" in rows:
         figures += await draft_figures(options.engine_options, options.streams, _other(options, "bench"))
     return figures

@@ -27,7 +27,7 @@ from engine.core.drafts.price import (
     PREDICTED,
     Acceptance,
     Offer,
-    Why,
+    Sureness,
     lengths_by_shape,
     lengths_that_pay,
 )
@@ -391,7 +391,7 @@ def test_what_a_grammar_is_sure_of_is_drafted_at_any_chance() -> None:
 def test_what_a_grammar_forces_teaches_nothing_of_what_is_found() -> None:
     drafts = NGramDrafts(64, ())
     kind, before = KIND, drafts.acceptance.chance(KIND)
-    why = [Why.SURE, Why.DRAFTED, Why.SURE, Why.FORCED]
+    why = [Sureness.SURE, Sureness.DRAFTED, Sureness.SURE, Sureness.FORCED]
     for drafted, right in ((3, 3), (4, 4), (4, 3)):
         drafts.take(Proposal([7] * drafted, before, kind, why=why[:drafted]))
         drafts.learn(drafted, right)

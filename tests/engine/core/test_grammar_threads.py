@@ -14,7 +14,7 @@ from llguidance import LLParserLimits
 
 from engine.contract import grammars
 from engine.contract.grammars import Matcher, Vocabulary, vocabulary_of
-from engine.core.drafts.price import Why
+from engine.core.drafts.price import Sureness
 from engine.core.grammars import lanes, threads
 from engine.core.grammars.lanes import Lane
 from engine.core.grammars.masks import Filled, MatcherStanding, is_allowed, is_single
@@ -109,9 +109,9 @@ def test_masks_behind_drafts_are_those_that_the_tokens_themselves_have(
     assert list(foreseen[1].drafts) == [b, c], "behind these a token is forced by which it is complete"
     assert list(foreseen[2].drafts) == list(foreseen[3].drafts) == [b], "it allows no other"
     assert [list(foreseen[handle].why) for handle in (1, 2, 3)] == [
-        [Why.SURE, Why.DRAFTED],  # what is drafted, and the only one; and one of two
-        [Why.SURE],
-        [Why.SURE],
+        [Sureness.SURE, Sureness.DRAFTED],  # what is drafted, and the only one; and one of two
+        [Sureness.SURE],
+        [Sureness.SURE],
     ]
     masks = []
     bell.grammars.advance([(4, a)])
@@ -140,7 +140,7 @@ def test_the_keys_of_a_schema_are_drafted_and_sure(bell: Bell, vocabulary: Vocab
     foreseen = bell.filled(1)[1]
     assert '{"description":'.startswith(vocabulary.decode_str([opening, *foreseen.drafts]))
     assert len(foreseen.drafts) >= min(4, threads.FORESEEN_MAX)
-    assert {*foreseen.why} == {Why.SURE}
+    assert {*foreseen.why} == {Sureness.SURE}
     assert all(is_single(mask) for mask in foreseen.ahead[:-1])
 
 

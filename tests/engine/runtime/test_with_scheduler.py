@@ -232,9 +232,8 @@ def test_drafts_change_no_bit(tiny_model: MakeModel, family: str, dtype: str, ri
     added = []
     for handle, fields in enumerate(FEATURES * 2):
         prompt = rng.choices(range(VOCAB_SIZE), k=rng.choice((1, 5, 15, 16, 17, 60)))
-        sampling = SamplingParams(
-            **{"seed": handle, "max_tokens": 40, "logprobs": handle % 3, "prompt_logprobs": 1} | fields
-        )
+        usual = {"seed": handle, "max_tokens": 40, "logprobs": handle % 3, "prompt_logprobs": 1}
+        sampling = SamplingParams(**usual | fields)
         grammar = f"grammar {handle}" if handle % 4 == 1 else ""
         added.append(AddSequence(handle, f"req-{handle}", prompt, sampling, grammar=grammar))
 
@@ -256,16 +255,10 @@ def test_drafts_change_no_bit(tiny_model: MakeModel, family: str, dtype: str, ri
         own = [*added[handle].prompt_ids, *answers[handle]]
         if handle % 3 == 0:  # by what its caller predicts, of which as much is right
             rng, stops = random.Random(handle), sequence.sampling.stop_token_ids
-            told = [
-                token if rng.random() < right_share else rng.randrange(VOCAB_SIZE)
-                for token in answers[handle]
-            ]
+            told = [t if rng.random() < right_share else rng.randrange(VOCAB_SIZE) for t in answers[handle]]
             return PredictionDrafts(array(TOKENS, told), prompt_len, prompt_len + 40, stops)
-        drafters.append(
-            FakeDrafts(
-                own, sequence.sampling.stop_token_ids, VOCAB_SIZE, right_share, random.Random(sequence.handle)
-            )
-        )
+        shares = right_share, random.Random(handle)
+        drafters.append(FakeDrafts(own, sequence.sampling.stop_token_ids, VOCAB_SIZE, *shares))
         return drafters[-1]
 
     drafted, _ = served(drafter_of)

@@ -1,14 +1,16 @@
-"""The row `embeddings`: texts a second of our engine and of sentence-transformers, on one CPU with the same
-weights.
+"""Texts of which this engine and sentence-transformers make vectors in a second, on one CPU.
 
-The model is random, of the shape that `--model` names (`tests.bench.models`; default 29M), in float32, with
-the last token's hidden state normalized. Both have as many threads, tokenize, and are asked for so many texts
-at once, one request after another: ours over HTTP, sentence-transformers in a process of its own
+    python -m tests.bench.against_sentence_transformers [--shape 29M] [--rounds 2] [--check] [--out FILE]
+
+The model is random, of the shape that `--shape` names (`tests.bench.models`), in float32, with the last
+token's hidden state normalized. Both have as many threads, tokenize, and are asked for so many texts at
+once, one request after another: ours over HTTP, sentence-transformers in a process of its own
 (`tests.suites.embeddings`). They take turns, and the best round of each counts.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import random
@@ -22,12 +24,12 @@ from typing import Final
 import httpx
 
 from engine.runtime.setup.hardware import usable_cores
-from tests.bench.engine.load import BenchFailed
+from tests.bench.against import show
 from tests.bench.figures import Figure, at_least, figure
 from tests.bench.models import CONTEXT_LEN, SHAPES, make_model
 from tests.bench.services import free_port, service
 from tests.engine.embedders import KINDS, write_modules
-from tests.suites.cache import SuiteFailed, cache_folder
+from tests.suites.cache import cache_folder
 from tests.suites.embeddings import Sentences
 
 SIZES: Final = (1, 8, 64)
@@ -39,10 +41,8 @@ WORDS: Final = (8, 64)
 ANSWER_S: Final = 600.0
 
 
-async def vector_figures(shape: str | None, rounds: int, rng: random.Random) -> list[Figure]:
-    """Raises BenchFailed."""
-    if (shape := shape or SHAPE) not in SHAPES:
-        raise BenchFailed(f"--model {shape}: the row embeddings has one of {', '.join(SHAPES)}")
+async def vector_figures(shape: str, rounds: int, rng: random.Random) -> list[Figure]:
+    """Raises SuiteFailed where sentence-transformers cannot be had."""
     with tempfile.TemporaryDirectory() as place:
         directory = make_model(Path(place, NAME), SHAPES[shape])
         _as_embedder(directory, SHAPES[shape].hidden)
@@ -50,12 +50,9 @@ async def vector_figures(shape: str | None, rounds: int, rng: random.Random) -> 
         argv = [sys.executable, "-m", "engine", "serve", "--model", str(directory), "--port", str(port)]
         argv += ["--dtype", "float32", "--threads", str(threads), "--kv-cache-memory", "256MiB"]
         async with service(argv, f"http://127.0.0.1:{port}/readyz"):
-            try:
-                with Sentences(cache_folder()) as theirs:
-                    await asyncio.to_thread(theirs.ask, model=str(directory), threads=threads)
-                    return await _in_turns(theirs, port, rounds, rng)
-            except SuiteFailed as error:
-                raise BenchFailed(str(error)) from error
+            with Sentences(cache_folder()) as theirs:
+                await asyncio.to_thread(theirs.ask, model=str(directory), threads=threads)
+                return await _in_turns(theirs, port, rounds, rng)
 
 
 async def _in_turns(theirs: Sentences, port: int, rounds: int, rng: random.Random) -> list[Figure]:
@@ -98,3 +95,17 @@ def _as_embedder(directory: Path, hidden_len: int) -> None:
     told = json.loads(file.read_text()) if file.exists() else {}
     told |= {"pad_token": told.get("eos_token"), "tokenizer_class": "PreTrainedTokenizerFast"}
     file.write_text(json.dumps(told | {"model_max_length": CONTEXT_LEN}))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--shape", choices=list(SHAPES), default=SHAPE)
+    parser.add_argument("--rounds", type=int, default=2, help="the best one counts")
+    parser.add_argument("--out", type=Path, metavar="FILE")
+    parser.add_argument("--check", action="store_true", help="exit 1 when a figure misses its target")
+    options = parser.parse_args()
+    return show(asyncio.run(vector_figures(options.shape, options.rounds, random.Random(0))), options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
