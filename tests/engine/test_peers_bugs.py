@@ -25,7 +25,6 @@ CAUGHT_BY = {
         "core/test_simulation.py::test_over_admission_does_not_thrash",
         "core/test_preemption.py::test_preemptions_of_one_sequence_are_bounded",
         "core/test_overlap.py::test_overlapped_steps_preempt_no_more_than_plain_ones_in_a_tight_pool",
-        "bench/test_scheduler_bench.py::test_the_figures_have_the_targets",
     ),
     "everybody is preempted for pages that are not free yet (vllm-ascend#16315)": (
         "core/test_victims.py::test_victims_are_as_few_as_are_enough_the_most_expendable_first",

@@ -394,13 +394,13 @@ def _vectors() -> list[Attack]:
     law, served, path = Law.SEATS, frozenset({200, 503}), EMBEDDINGS
     short = embedding(input=[[PLAIN_ID + i % 900] for i in range(INPUTS_MAX)], encoding_format="float")
     left = embedding(input=[[PLAIN_ID + i] * 64 for i in range(400)])
-    ids = embedding(input=[[PLAIN_ID + i] * 64 for i in range(120)])
+    ids = embedding(input=[[PLAIN_ID + i] * 64 for i in range(400)])
     texts = embedding(input=["the water in the pipe turns the wheel " * 8] * 200)
     long = embedding(input=[[PLAIN_ID + i] * 2000 for i in range(20)])
     return [
         Attack("2,048 vectors as numbers", Law.LOOPS, short, path, count=2),
         Attack("left before its vectors are made", Law.CHARGES, left, path, ends=Ends.ON_CUE),
-        Attack("120 inputs of vectors", law, ids, path, 4, 4, statuses=served, ends=Ends.ON_CUE),
+        Attack("400 inputs of vectors", law, ids, path, 4, 4, statuses=served, ends=Ends.ON_CUE),
         Attack("200 texts of vectors", law, texts, path, 4, 4, statuses=served, ends=Ends.ON_CUE),
         Attack("20 inputs of 2,000 tokens", law, long, path, 4, 4, statuses=served, ends=Ends.ON_CUE),
     ]

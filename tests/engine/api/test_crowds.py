@@ -108,6 +108,6 @@ async def test_nothing_is_made_for_requests_that_find_the_queue_full(
 async def test_what_is_wrong_whatever_the_prompt_is_refused_before_it_is_tokenized(
     served: Served, monkeypatch: pytest.MonkeyPatch, fields: dict[str, object], param: str
 ) -> None:
-    monkeypatch.delattr(asking, "prompt_slices")
+    monkeypatch.delattr(asking, "pieces_of")
     answer = await served.http.post("/v1/completions", json={"model": "tiny", "prompt": "Once", **fields})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)

@@ -378,6 +378,10 @@ async def test_models_in_both_shapes(served: Served, path: str) -> None:
         "reasoning": True,
         "structured_output": True,
         "effort": False,
+        "embeddings": False,
+        "reranking": False,
+        "decisions": True,
+        "generation": True,
     }
     assert info["capabilities"]["thinking"]["supported"]
     assert info["capabilities"]["structured_outputs"]["supported"]

@@ -90,7 +90,7 @@ def test_a_model_whose_answers_do_not_end_is_warned_of(tmp_path: Path) -> None:
     change(tmp_path / "tokenizer_config.json", eos_token=None, chat_template=None)
     with captured_logs() as lines:
         assert load(tmp_path).eos_ids == frozenset()
-    assert [line["event"] for line in lines] == ["engine.no_end_token"]
+    assert [line["event"] for line in lines] == ["engine.no_end_token", "tokenizer.decides_nothing"]
 
 
 @pytest.mark.parametrize("stated", [1, [1, 2], None])
@@ -144,6 +144,7 @@ def test_a_template_that_renders_nothing_is_warned_of(tmp_path: Path) -> None:
     assert [(line["event"], line.get("detail")) for line in lines] == [
         ("template.rendered_apart", None),
         ("engine.chat_template_fails", "the chat template raised SecurityError"),
+        ("tokenizer.decides_nothing", None),
     ]
 
 
