@@ -38,6 +38,7 @@ from tests.bench.gateway.attack import (
     text,
 )
 from tests.bench.gateway.bodies import SHAPES, TAKEN_APART, TAKES_APART, TEXTS
+from tests.bench.gateway.decision_attacks import decision_attacks
 from tests.bench.gateway.victim import LONG
 
 BIASES: Final = {str(i): 0.5 for i in range(1023)}
@@ -612,6 +613,7 @@ ATTACKS: Final = (
     *(*_charges(), *_more_charges()),
     *(*_pages(), *_haste()),
     *_replicas(),
+    *decision_attacks(),
 )
 
 
