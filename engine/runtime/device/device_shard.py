@@ -529,6 +529,8 @@ def load_shard(
         progress(compiled())
     if config.max_drafts and shard.undrafted is not None:
         progress(f"verifying no drafts: {shard.undrafted}")
+    elif config.max_drafts and model.mtp is not None:
+        progress("drafting without the model's MTP layer: it is not computed on a GPU")
     progress("measuring which kernels multiply fastest")
     shard.tune()
     progress("measuring the largest step")

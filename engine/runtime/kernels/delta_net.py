@@ -356,8 +356,7 @@ def delta_verify_kernel(
     for member in range(SHARED):
         head = key_head * SHARED + member
         in_heads = head * DV + value_dim
-        in_state = (head * DK + key_dim[:, None]) * DV + value_dim[None, :]
-        place = heads + own * (VALUE_HEADS * DK * DV) + in_state
+        place = heads + ((own * VALUE_HEADS + head) * DK + key_dim[:, None]) * DV + value_dim[None, :]
         state = tl.load(place, mask=goes_on & (count > 0) & (key_dim[:, None] < DK), other=0.0)
         for token in range(count):
             new = source + token * WIDTH
@@ -375,11 +374,12 @@ def delta_verify_kernel(
             state += k[:, None] * change[None, :]
             left = tl.load(drafted + token, mask=token > 0, other=0).to(tl.int64)
             left = tl.where(token > 0, left, own)
-            tl.store(heads + left * (VALUE_HEADS * DK * DV) + in_state, state)
+            there = ((left * VALUE_HEADS + head) * DK + key_dim[:, None]) * DV + value_dim[None, :]
+            tl.store(heads + there, state)
             found = tl.sum(state * q[:, None], 0)
             normed = found / tl.sqrt(tl.sum(found * found) / DV + eps) * weight
-            there = out + (row + token) * (VALUE_HEADS * DV) + in_heads
-            tl.store(there, (normed * _silu(z)).to(out.dtype.element_ty))
+            answer = out + (row + token) * (VALUE_HEADS * DV) + in_heads
+            tl.store(answer, (normed * _silu(z)).to(out.dtype.element_ty))
     # The slot's own inputs are read for all tokens, and so they are the last to move on.
     tl.debug_barrier()
     for back in range(count):

@@ -67,8 +67,8 @@ class Ahead:
 
     def first(self, tokens: int) -> Ahead:
         """The first tokens, whole rows."""
-        columns = self.before, self.behind, self.masked_by
-        return Ahead(*(own[:tokens] for own in columns), self.most, self.windows[:tokens])
+        before, behind, masked_by = self.before[:tokens], self.behind[:tokens], self.masked_by[:tokens]
+        return Ahead(before, behind, masked_by, self.most, self.windows[:tokens])
 
 
 class DecodeRows(Protocol):

@@ -84,8 +84,10 @@ class DeltaCase:
         before = [at for own in drafts for at in range(own + 1)]
         behind = [own - at for own in drafts for at in range(own + 1)]
         columns = Drafted(before, behind, before).columns
-        placed = [torch.tensor(column, dtype=torch.int32, device=device) for column in columns]
-        return Ahead(*placed[:3], max(drafts) + 1, placed[3])
+        first, last, masked, windows = (
+            torch.tensor(column, dtype=torch.int32, device=device) for column in columns
+        )
+        return Ahead(first, last, masked, max(drafts) + 1, windows)
 
     def turned(self, right: Sequence[int], device: torch.device) -> tuple[list[int], list[int]]:
         """The states in all cells once so many drafts of the rows that verify are right: by the kernel, and
