@@ -192,9 +192,10 @@ class DeviceDecoder:
         *,
         fp8: bool = False,
         ranks: Collective = ALONE,
+        beside: DeviceDecoder | None = None,
     ) -> None:
         """`config` describes the whole model; the rank's part of it is read. `fp8`: whether matrices are held
-        in fp8."""
+        in fp8. `beside`: a network whose embedding and head are its own, too."""
         assert self.implements(config) is None
         self.config: Final = ranks.shard.of(config)
         self.ranks: Final = ranks
@@ -208,13 +209,18 @@ class DeviceDecoder:
         """[ropes, 2, D/2]"""
         self._tempering = config.attention.tempering
         load = _Loader(config, source, device, fp8, ranks.shard, self.config)
-        self._embedding = read_embedding(config, source).to(device)
-        self._embed_scale = float(torch.tensor(config.embed_scale, dtype=self._embedding.dtype))
+        self.embedding: Final = (
+            read_embedding(config, source).to(device) if beside is None else beside.embedding
+        )
+        self._embed_scale = float(torch.tensor(config.embed_scale, dtype=self.embedding.dtype))
         """As transformers has it, rounded to the embedding's type."""
         self._layers = [load.layer(layer) for layer in range(len(config.layers))]
         norm = load.norm(final_norm(config).read(source))
-        lm_head = read_lm_head(config, source, ranks.shard, self._embedding).to(device)
-        self._lm_head = DeviceLinear(lm_head, norm=norm)
+        self._lm_head = (
+            DeviceLinear(read_lm_head(config, source, ranks.shard, self.embedding).to(device), norm=norm)
+            if beside is None
+            else replace(beside._lm_head, norm=norm)
+        )
 
     @staticmethod
     def implements(config: DecoderSpec) -> str | None:
@@ -241,23 +247,27 @@ class DeviceDecoder:
 
     @property
     def dtype(self) -> torch.dtype:
-        return self._embedding.dtype
+        return self.embedding.dtype
 
     def rows(self, step: StepTokens) -> StepRows:
         """The rows of a step with tokens of any kind, gathered by torch."""
-        angles = [rotary.angles(step.positions, torch.float32) for rotary in self._rotaries]
-        residual = F.embedding(step.token_ids, self._embedding)
+        angles = self.angles(step.positions)
+        residual = F.embedding(step.token_ids, self.embedding)
         if self._embed_scale != 1.0:
             residual = residual * self._embed_scale
         own = self._tempering
         factors = None if own is None else tempers(own, step.positions).view(-1)
         return StepRows(residual, angles, step.pages, step.offsets, factors)
 
+    def angles(self, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """cos and sin of positions [T], for each kind of layer."""
+        return [rotary.angles(positions, torch.float32) for rotary in self._rotaries]
+
     def begin(
         self, inputs: DecodeInputs, tokens: Tensor, page_table: Tensor, page_size: int
     ) -> tuple[StepRows, Tensor]:
         """A decode step's rows and their page tables, gathered from the device's tables by slot."""
-        own = self._embedding, self._frequencies, page_size, self._embed_scale, self._tempering
+        own = self.embedding, self._frequencies, page_size, self._embed_scale, self._tempering
         return begin_step(inputs.slots, inputs.lengths, tokens, page_table, *own)
 
     def hidden(
@@ -298,10 +308,22 @@ class DeviceDecoder:
             stream = self._added(stream, inner, layer.down, layer.mlp_post_norm)
         return stream
 
+    def store_first(self, step: StepRows, cache: KVCache) -> None:
+        """Store the keys and values of the first layer, which attends."""
+        layer = self._layers[0]
+        assert isinstance(layer.attention, _Attention)
+        qkv, _ = self.table.of_stream(ResidualStream(step.residual), layer.inputs)
+        self._stored(qkv, layer.attention, layer.place, step, cache)
+
     def _attended(
         self, qkv: Tensor, own: _Attention, place: int, step: StepRows, cache: KVCache, attend: Attend
     ) -> Tensor:
         """[T, H * D]"""
+        attended = attend(place, self._stored(qkv, own, place, step, cache)).flatten(1)
+        return sigmoid_mul(attended, qkv) if own.gated else attended
+
+    def _stored(self, qkv: Tensor, own: _Attention, place: int, step: StepRows, cache: KVCache) -> Tensor:
+        """Queries [T, H, D], once keys and values are stored."""
         norm = own.qk_norm
         if own.wide is not None:
             assert norm is not None
@@ -309,7 +331,7 @@ class DeviceDecoder:
             if not self.is_whole:
                 squares = self.ranks.all_reduce_(squares).div_(self.ranks.shard.size)
             norm = replace(norm, squares=squares)
-        q = norm_rotate_store(
+        return norm_rotate_store(
             qkv,
             step.angles[own.rope],
             norm,
@@ -322,8 +344,6 @@ class DeviceDecoder:
             gated=own.gated,
             tempers=step.tempers,
         )
-        attended = attend(place, q).flatten(1)
-        return sigmoid_mul(attended, qkv) if own.gated else attended
 
     def _added(
         self, stream: ResidualStream, x: Tensor, linear: DeviceLinear, norm: Norm | None
@@ -584,6 +604,8 @@ class DecodeStep:
     """True if each kernel may start while the one before it ends (`kernels/dependent_launch.py`)."""
     states: States | None = None
     """Of a model that has them, by slot."""
+    hidden: Tensor | None = None
+    """A place for the final hidden states, [rows, hidden], where an MTP layer goes on from them."""
 
     def __call__(self, inputs: DecodeInputs) -> tuple[Tensor, Tensor]:
         """The rows' tokens and log-probabilities, [rows] each, as `DeviceSampler` gives them."""
@@ -594,4 +616,8 @@ class DecodeStep:
         tables = self.tokens, self.page_table, self.cache
         stream = self.decoder.decode(inputs, *tables, self.attention, self.states)
         sampler = DeviceSampler(self.decoder, self.tokens, self.sampling, self.scratch, self.states)
+        if self.hidden is not None:
+            assert isinstance(self.decoder, DeviceDecoder)
+            assert isinstance(stream, ResidualStream)
+            stream = self.hidden[: len(inputs.slots)].copy_(self.decoder.normed(stream))
         return sampler(stream, inputs.slots, inputs.lengths, inputs.ahead)

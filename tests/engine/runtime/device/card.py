@@ -156,5 +156,6 @@ def load_fake(
 ) -> DeviceRunner:
     """By `fake_config`, profile run and capture included unless `kv_cache_memory` is told. No steps are timed
     unless `timed`: they say nothing of the interpreter, and take it half of a load."""
-    with nullcontext() if timed else mock.patch.object(starting, "time_steps", return_value=()):
+    untimed = mock.patch.multiple(starting, time_steps=lambda *_: (), time_guesses=lambda _: 0.01)
+    with nullcontext() if timed else untimed:
         return load_on_card(fake_config(path, **overrides), card or FakeCard(), progress)
