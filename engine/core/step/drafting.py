@@ -298,9 +298,10 @@ class Drafting:
                 continue
             if self.runner.is_async or not sequence.in_flight_len:
                 asking.append((slot, guesser, most))
-        if asking and self.runner.is_async:
-            asking = self._awaited(decodes, asking)
         if not asking:
+            return
+        offered = [(decodes[slot], own.chance, most, 1.0) for slot, own, most in asking]
+        if self.runner.is_async and not self._gains([*decodes.values()], offered):
             return
         cost, rows = self.learner.known, len(decodes)
         work = Work.of([each.planned_len for each in decodes.values()], [1] * rows)
@@ -324,18 +325,6 @@ class Drafting:
             if (fit := self.allocator.grow_for_drafts(decodes[slot], own + length, builder, now)) > own:
                 builder.guesses[slot] = decodes[slot].guessing = fit - own
                 builder.guess_s += (fit - own) * guess_s
-
-    def _awaited(
-        self, decodes: Mapping[int, Sequence], asking: list[tuple[int, GuessDrafts, int]]
-    ) -> list[tuple[int, GuessDrafts, int]]:
-        """Those of these guesses for which the plan behind this one is likely to wait; else a few that are
-        tried."""
-        drafts = [(decodes[slot], own.chance, most, 1.0) for slot, own, most in asking]
-        if self._gains([*decodes.values()], drafts):
-            return asking
-        for _, own, _ in asking:
-            own.acceptance.pass_over()
-        return [(slot, own, 1) for slot, own, _ in asking if own.acceptance.is_probing]
 
     def _chosen(
         self,

@@ -209,14 +209,14 @@ class DeviceDecoder:
         """[ropes, 2, D/2]"""
         self._tempering = config.attention.tempering
         load = _Loader(config, source, device, fp8, ranks.shard, self.config)
-        self.embedding: Final = (
+        self.embedding: Tensor = (
             read_embedding(config, source).to(device) if beside is None else beside.embedding
         )
         self._embed_scale = float(torch.tensor(config.embed_scale, dtype=self.embedding.dtype))
         """As transformers has it, rounded to the embedding's type."""
         self._layers = [load.layer(layer) for layer in range(len(config.layers))]
         norm = load.norm(final_norm(config).read(source))
-        self._lm_head = (
+        self._lm_head: DeviceLinear = (
             DeviceLinear(read_lm_head(config, source, ranks.shard, self.embedding).to(device), norm=norm)
             if beside is None
             else replace(beside._lm_head, norm=norm)

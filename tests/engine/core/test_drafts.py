@@ -694,7 +694,7 @@ def test_guesses_are_drafts_of_the_next_step() -> None:
 def test_where_steps_overlap_plans_wait_for_guesses_that_gain_more_than_the_hosts_time(
     host_s: float, are_awaited: bool
 ) -> None:
-    """Where it gains less, none is asked for but as a probe."""
+    """Where they gain less, none is asked for."""
     h = Harness(guesses=(4, 0.01), pages=400)
     knowing(h.scheduler, StepCost(row_s=1e-5, fixed_s=1e-2))
     drafting = h.scheduler._drafting
@@ -723,7 +723,7 @@ def test_where_steps_overlap_plans_wait_for_guesses_that_gain_more_than_the_host
         assert verified > 0.5 * guessed > 30
     else:
         assert len(plans) >= 40
-        assert guessed < 12
+        assert not guessed
 
 
 def test_what_guesses_cost_decides() -> None:

@@ -8,15 +8,28 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import save_file
+from torch import Tensor
 
 from engine.contract.messages import Plan, RunResult, SamplingParams, SlotAssignment, Want, agreed
+from engine.core.estimate.cost import StepCost
+from engine.core.queue.newcomers import AddSequence
+from engine.core.scheduler import Scheduler
+from engine.runtime.device import device_decoder
+from engine.runtime.device.device_mtp import DeviceMtp
 from engine.runtime.device.device_runner import DeviceRunner
 from engine.runtime.host.host_runner import HostRunner
+from tests.bench.engine.core_window import draft_by, in_slot
+from tests.effort import some
+from tests.engine.core.harness import knowing
 from tests.engine.runtime.config_oracle import Weights
 from tests.engine.runtime.conftest import load
 from tests.engine.runtime.device.card import FakeCard, load_fake
-from tests.engine.runtime.test_mtp import mtp_tensors
+from tests.engine.runtime.device.test_with_scheduler import COMPANY, CONFIG, Unwaiting, seen
+from tests.engine.runtime.test_mtp import Silent, mtp_tensors
+from tests.engine.runtime.test_oracle import TOLERANCE
+from tests.engine.runtime.test_with_scheduler import all_said, serve, serve_overlapped
 
 MODEL = Weights("qwen3_5_text", heads=4, kv_heads=2)
 SETTINGS: dict[str, Any] = {"max_num_seqs": 2, "max_model_len": 128}
@@ -42,7 +55,8 @@ def lead(runner: HostRunner | DeviceRunner, turns: int) -> list[tuple[list[int],
     pages = [(slot, [2 * slot, 2 * slot + 1]) for slot in range(2)]
 
     def run(slots: list[int], starts: list[int], lengths: list[int], wants: list[Want], **rest: Any) -> None:
-        changes = ([], seated, pages) if not said else ([], [], [])
+        first = not said
+        changes: Any = [], seated if first else [], pages if first else []
         said.append(runner.run(Plan(len(said), *changes, slots, starts, lengths, wants, **rest)))
 
     run([0], [0], [5], [Want.NOTHING])
@@ -61,15 +75,88 @@ def lead(runner: HostRunner | DeviceRunner, turns: int) -> list[tuple[list[int],
     return [(each.tokens, each.guesses) for each in said]
 
 
-@pytest.mark.parametrize("way", ["eager", "graphs"])
+@pytest.mark.parametrize("way", some(["eager", "graphs"], usual=1))
 def test_it_guesses_what_it_guesses_on_a_cpu(checkpoint: Path, way: str) -> None:
     """Behind chunks, decodes, and rows that verified drafts of which some are right."""
-    expected = lead(load(checkpoint, kernels="torch", **SETTINGS), 4)
+    turns = 2 if way == "eager" else 5
+    expected = lead(load(checkpoint, kernels="torch", **SETTINGS), turns)
     heard, card = list[str](), FakeCard()
     settings: dict[str, Any] = SETTINGS | {"max_drafts": 4, "enforce_eager": way == "eager"}
     runner = load_fake(checkpoint, card, heard.append, kv_cache_memory=1 << 20, **settings)
     assert runner.info.guesses_max == 4
     assert "drafting by the model's MTP layer" in heard
-    assert lead(runner, 4) == expected
+    assert lead(runner, turns) == expected
     assert {len(own) for _, guesses in expected for own in guesses} >= {0, 1, 2, 3}
     assert bool(card.captured.replays) == (way == "graphs")
+
+
+def requests() -> list[AddSequence]:
+    """Greedy, drawn, penalised, stopped; of a prompt twice."""
+    rng, asked = random.Random(11), (*COMPANY, *COMPANY[:2])
+    prompts = [rng.choices(range(MODEL.vocab), k=length) for length in (30, 31, 15, 1, 16)]
+    added = []
+    for handle, (prompt, own) in enumerate(zip([*prompts, prompts[0] + [7, 8]], asked, strict=True)):
+        sampling = SamplingParams(**{"seed": handle, "max_tokens": 16, "logprobs": 0} | own)
+        added.append(AddSequence(handle, f"req-{handle}", prompt, sampling))
+    return added
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("right_share", [0.7, 0.0, 1.0, None])
+def test_no_token_depends_on_its_guesses(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, right_share: float | None
+) -> None:
+    """Whatever share of them is right, in a pool in which sequences are preempted and found again; steps
+    overlap, and no launch waits. None: as the layer guesses."""
+    added, settings = requests(), {"max_num_seqs": 4, "max_step_tokens": 40, "max_model_len": 64}
+    host = load(checkpoint, kernels="torch", max_drafts=0, **settings)
+    cost = StepCost(row_s=1e-5, fixed_s=1e-2, page_s=1e-9)
+    said = all_said(serve(knowing(Scheduler(CONFIG, seen(host.info, swaps=False)), cost), host, added))
+    device = load_fake(checkpoint, kv_cache_memory=1 << 20, max_drafts=4, enforce_eager=True, **settings)
+    info = seen(device.info, swaps=False)
+    scheduler = knowing(Scheduler(CONFIG, info), cost)
+    draft_by(scheduler, lambda _: Silent())
+    drafting = scheduler._drafting
+    assert drafting is not None
+    drafting.host_s = 1e-4
+    wholes = {each.handle: [*each.prompt_ids, *said[0][each.handle][:-1]] for each in added}
+    rng = random.Random(1)
+
+    def drawn(self: DeviceMtp, hidden: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
+        found = []
+        for slot, position in zip(slots.tolist(), positions.tolist(), strict=True):
+            whole = wholes[in_slot(scheduler, slot).handle]
+            token = int(whole[position]) if position < len(whole) else 0
+            found.append(token if rng.random() < (right_share or 0.0) else (token + 1) % MODEL.vocab)
+        guesses = torch.tensor(found)
+        self.slots.tokens[slots.long(), positions.long()] = guesses.int()
+        return guesses
+
+    if right_share is not None:
+        monkeypatch.setattr(DeviceMtp, "_drawn", drawn)
+    runner = Unwaiting(device) if right_share is None else device
+    steps = serve_overlapped(scheduler, runner, added, 0.0)
+    tokens, logprobs = all_said(steps)
+    assert tokens == said[0]
+    for handle, values in said[1].items():
+        assert logprobs[handle] == pytest.approx(values, abs=TOLERANCE)
+    ends = [end for step in steps for end in step.finished]
+    drafted, accepted = (sum(getattr(end, name) for end in ends) for name in ("drafted", "accepted"))
+    assert drafted > 4
+    assert right_share is None or accepted >= 0.3 * right_share * drafted
+    assert right_share != 0.0 or not accepted
+    assert steps[-1].stats.preemptions > 0
+
+
+def test_a_start_says_that_torchs_operations_draft_without_it(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor are there drafts then, as the model has states."""
+    lacking = device_decoder.IMPLEMENTED - {"deltanet.gate silu"}
+    monkeypatch.setattr(device_decoder, "IMPLEMENTED", lacking)
+    heard: list[str] = []
+    runner = load_fake(checkpoint, progress=heard.append, kv_cache_memory=1 << 20, max_drafts=4, **SETTINGS)
+    assert runner.mtp is None
+    assert runner.info.guesses_max == 0
+    assert len([line for line in heard if line.startswith("verifying no drafts: torch's operations")]) == 1
+    assert not [line for line in heard if line.startswith("drafting by")]
