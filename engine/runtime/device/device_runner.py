@@ -5,6 +5,7 @@
     save, restore             States.copy
     compute, sample           a plan of rows alone that decode, or verify drafts, is one launch: a graph,
                               replayed; others go kernel by kernel
+    guess                     the model's MTP layer, if it has one, kernel by kernel
     results                   copied to host memory, behind an event
 
 `launch` queues all of that and never waits: it reads no result of the device, sends only from memory that is
@@ -20,7 +21,9 @@ afterwards from the logits, which stay where they are until the next plan.
 The drafts lie where the tokens are to be; behind each of them is sampled by its own position, as if those
 before were known, and what is right is found on the device, which counts it for penalties. The host reads the
 tokens when they arrive, as of any step, and learns by them how many stay; nothing waits for that
-(`engine.runtime.device.slots`).
+(`engine.runtime.device.slots`). Where the model has states, the one behind the last right draft becomes the
+slot's there, too (`engine.runtime.step.states`). An MTP layer guesses behind all of it
+(`engine.runtime.device.device_mtp`).
 
 *The law.* A token depends on its logits, its seed and its position, and on nothing that drafts change. Logits
 do, in their last bits: a product's kernel is chosen by the number of rows, and attention's sums are divided

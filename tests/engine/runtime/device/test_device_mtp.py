@@ -2,77 +2,37 @@
 
 from __future__ import annotations
 
-import json
 import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
-from engine.contract.messages import Plan, RunResult, SamplingParams, SlotAssignment, Want, agreed
+from engine.contract.messages import SamplingParams
 from engine.core.estimate.cost import StepCost
 from engine.core.queue.newcomers import AddSequence
 from engine.core.scheduler import Scheduler
 from engine.runtime.device import device_decoder
 from engine.runtime.device.device_mtp import DeviceMtp
-from engine.runtime.device.device_runner import DeviceRunner
-from engine.runtime.host.host_runner import HostRunner
 from tests.bench.engine.core_window import draft_by, in_slot
 from tests.effort import some
 from tests.engine.core.harness import knowing
-from tests.engine.runtime.config_oracle import Weights
 from tests.engine.runtime.conftest import load
 from tests.engine.runtime.device.card import FakeCard, load_fake
 from tests.engine.runtime.device.test_with_scheduler import COMPANY, CONFIG, Unwaiting, seen
-from tests.engine.runtime.test_mtp import Silent, mtp_tensors
+from tests.engine.runtime.guessing import MODEL, guessing_model, lead
+from tests.engine.runtime.test_mtp import Silent
 from tests.engine.runtime.test_oracle import TOLERANCE
 from tests.engine.runtime.test_with_scheduler import all_said, serve, serve_overlapped
 
-MODEL = Weights("qwen3_5_text", heads=4, kv_heads=2)
 SETTINGS: dict[str, Any] = {"max_num_seqs": 2, "max_model_len": 128}
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("mtp")
-    config = MODEL.config(max_position_embeddings=128, mtp_num_hidden_layers=1)
-    (path / "config.json").write_text(json.dumps(config))
-    save_file(MODEL.tensors() | mtp_tensors(), path / "model.safetensors", {"format": "pt"})
-    return path
-
-
-def lead(runner: HostRunner | DeviceRunner, turns: int) -> list[tuple[list[int], list[list[int]]]]:
-    """The tokens and guesses of steps in which two prompts are computed in chunks, of which the longer one
-    then verifies its guesses and a token more, and the other decodes."""
-    rng, said = random.Random(3), list[RunResult]()
-    drafts: list[int] = []
-    known = [rng.choices(range(MODEL.vocab), k=length) for length in (9, 3)]
-    asked = [SamplingParams(seed=slot, max_tokens=40, temperature=slot / 2) for slot in range(2)]
-    seated = [SlotAssignment.of(slot, own, len(own), asked[slot]) for slot, own in enumerate(known)]
-    pages = [(slot, [2 * slot, 2 * slot + 1]) for slot in range(2)]
-
-    def run(slots: list[int], starts: list[int], lengths: list[int], wants: list[Want], **rest: Any) -> None:
-        first = not said
-        changes: Any = [], seated if first else [], pages if first else []
-        said.append(runner.run(Plan(len(said), *changes, slots, starts, lengths, wants, **rest)))
-
-    run([0], [0], [5], [Want.NOTHING])
-    run([1, 0], [0, 5], [3, 4], [Want.SAMPLE] * 2, guesses=[1, 3])
-    for turn in range(turns):
-        sampled, (guessed, *_) = said[-1].tokens, said[-1].guesses[::-1]
-        known[1].append(sampled[0])
-        row, right = sampled[1:], 0
-        if turn:
-            right = agreed(drafts, row)
-        known[0] += row[: right + 1]
-        drafts = [*guessed, turn]
-        starts, lengths = [len(known[1]) - 1, len(known[0]) - 1], [1, len(drafts) + 1]
-        wants = [Want.SAMPLE, Want.VERIFY]
-        run([1, 0], starts, lengths, wants, drafts=[drafts], guesses=[turn % 3, 2])
-    return [(each.tokens, each.guesses) for each in said]
+    return guessing_model(tmp_path_factory.mktemp("mtp") / "model")
 
 
 @pytest.mark.parametrize("way", some(["eager", "graphs"], usual=1))
@@ -85,6 +45,7 @@ def test_it_guesses_what_it_guesses_on_a_cpu(checkpoint: Path, way: str) -> None
     runner = load_fake(checkpoint, card, heard.append, kv_cache_memory=1 << 20, **settings)
     assert runner.info.guesses_max == 4
     assert "drafting by the model's MTP layer" in heard
+    assert any(line.startswith("kernels compiled meanwhile") for line in heard), heard
     assert lead(runner, turns) == expected
     assert {len(own) for _, guesses in expected for own in guesses} >= {0, 1, 2, 3}
     assert bool(card.captured.replays) == (way == "graphs")
@@ -108,7 +69,8 @@ def test_no_token_depends_on_its_guesses(
 ) -> None:
     """Whatever share of them is right, in a pool in which sequences are preempted and found again; steps
     overlap, and no launch waits. None: as the layer guesses."""
-    added, settings = requests(), {"max_num_seqs": 4, "max_step_tokens": 40, "max_model_len": 64}
+    settings: dict[str, Any] = {"max_num_seqs": 4, "max_step_tokens": 40, "max_model_len": 64}
+    added = requests()
     host = load(checkpoint, kernels="torch", max_drafts=0, **settings)
     cost = StepCost(row_s=1e-5, fixed_s=1e-2, page_s=1e-9)
     said = all_said(serve(knowing(Scheduler(CONFIG, seen(host.info, swaps=False)), cost), host, added))
