@@ -37,15 +37,18 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Other:
-    """A running server of the other engine, which knows the model as `bench`."""
+    """A running server of another engine, which knows the model as `bench`."""
 
+    name: str
     url: str
     pid: int
 
 
-def add_arguments(parser: argparse.ArgumentParser, models: Iterable[str]) -> None:
-    parser.add_argument("--models", nargs="+", choices=list(models), default=list(models))
-    parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()) / "penstock-bench-models")
+def add_arguments(parser: argparse.ArgumentParser, models: Iterable[str] = ()) -> None:
+    """`models`: those that may be chosen, where there is a choice."""
+    if names := list(models):
+        parser.add_argument("--models", nargs="+", choices=names, default=names)
+        parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()) / "penstock-bench-models")
     parser.add_argument(
         "--engine", nargs="*", default=[], metavar="OPTION", help="for this engine, such as threads=1"
     )
@@ -70,7 +73,7 @@ def server(
         process = subprocess.Popen(argv, stdout=log, stderr=log, env=dict(env or os.environ), cwd=cwd)
         try:
             _wait_until_healthy(name, process, f"http://127.0.0.1:{port}/health", start_s, Path(log.name))
-            yield Other(f"http://127.0.0.1:{port}/v1", process.pid)
+            yield Other(name, f"http://127.0.0.1:{port}/v1", process.pid)
         finally:
             process.terminate()
             process.wait(STOP_S)
@@ -93,7 +96,7 @@ def _wait_until_healthy(
 def compare(
     name: str,
     model: Path,
-    other: Other,
+    others: Sequence[Other],
     pieces: Iterable[Piece],
     options: argparse.Namespace,
     engine: Sequence[str] = (),
@@ -104,8 +107,10 @@ def compare(
     own_options = [*engine, *(f"--{option}" for option in options.engine)]
     for piece in pieces:
         argv = [*options.alone, sys.executable, "-m", "tests.bench", "engine", "--json"]
-        argv += ["--model", str(model), "--against", other.url, "--against-model", "bench"]
-        argv += ["--against-pid", str(other.pid), "--rows", *piece.rows, "--streams", str(piece.streams)]
+        argv += ["--model", str(model), "--against", *(other.url for other in others)]
+        argv += ["--against-model", "bench", "--against-name", *(other.name for other in others)]
+        argv += ["--against-pid", *(str(other.pid) for other in others)]
+        argv += ["--rows", *piece.rows, "--streams", str(piece.streams)]
         argv += ["--turns", str(piece.turns), "--rounds", str(piece.rounds)]
         argv += ["--prompt-tokens", str(piece.prompt_tokens), "--", *own_options]
         done = subprocess.run(argv, stdout=subprocess.PIPE, check=True)

@@ -1,0 +1,89 @@
+"""Drafts beside those of other engines in one run, in turns: vLLM's n-grams and llama.cpp's two lookups.
+
+    python -m tests.bench.against_drafts [--vllm PYTHON] [--llama-cpp FILE] [--drafts K] [--streams 1 8 32]
+
+`PYTHON` is as in `tests.bench.against_vllm`, `FILE` as in `tests.bench.against_llama_cpp`; each of them may
+be left out. All have the checkpoint of `tests.bench.draft_model` in bfloat16, llama.cpp as a GGUF file of the
+same weights, and are asked the same questions: the row `drafts` of `python -m tests.bench engine`, a run of
+it for each number of streams.
+
+vLLM finds its drafts by the last 4 to 2 tokens, and verifies `--drafts` of them. llama.cpp has two servers:
+`ngram-cache`, its lookup decoding, of 8 drafts and no other number, by the last 4 to 1 tokens and how often
+each token followed; and `ngram-simple`, which takes `--drafts` tokens behind the last 3. Both keep a stream's
+prompt in its slot, so that prompts are found there as in the prefix caches of the others.
+
+Target: more tokens per second than each, of every kind of text and at every number of streams.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+from tests.bench.against import Other, Piece, add_arguments, compare, show
+from tests.bench.against_llama_cpp import llama_cpp
+from tests.bench.against_vllm import add_vllm_arguments, vllm
+from tests.bench.draft_texts import folder
+from tests.bench.engine.drafts import STREAMS
+from tests.bench.figures import Figure
+from tests.bench.gguf_model import write_gguf
+
+DRAFTS: Final = 8
+MATCHED_MIN, MATCHED_MAX = 2, 4
+"""Tokens by which vLLM finds drafts."""
+CONTEXT_LEN: Final = 1024
+"""Of a stream of llama.cpp's: any question with its answer."""
+
+
+def of_vllm(drafts: int) -> list[str]:
+    ngrams = {"method": "ngram", "num_speculative_tokens": drafts}
+    ngrams |= {"prompt_lookup_min": MATCHED_MIN, "prompt_lookup_max": MATCHED_MAX}
+    return ["--speculative-config", json.dumps(ngrams)]
+
+
+def of_llama_cpp(drafts: int) -> dict[str, list[str]]:
+    """The options of each server, by its name."""
+    simple = ["--spec-ngram-simple-size-n", "3", "--spec-ngram-simple-size-m", str(drafts)]
+    return {
+        "llama.cpp ngram-cache": ["--spec-type", "ngram-cache"],
+        "llama.cpp ngram-simple": ["--spec-type", "ngram-simple", *simple],
+    }
+
+
+def measured(options: argparse.Namespace) -> Iterator[Figure]:
+    model = folder()
+    with contextlib.ExitStack() as started:
+        others: list[Other] = []
+        if options.vllm:
+            further = of_vllm(options.drafts)
+            one = vllm(options.vllm, model, options.tcmalloc, all_cores=options.all_cores, further=further)
+            others.append(started.enter_context(one))
+        for name, further in of_llama_cpp(options.drafts).items() if options.llama_cpp else ():
+            weights, streams = write_gguf(model, "bf16"), max(options.streams)
+            one = llama_cpp(name, options.llama_cpp, weights, streams, CONTEXT_LEN, further)
+            others.append(started.enter_context(one))
+        pieces = [Piece(["drafts"], streams) for streams in options.streams]
+        yield from compare("bf16", model, others, pieces, options, ["--dtype", "bfloat16"])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--vllm", type=Path, metavar="PYTHON")
+    parser.add_argument("--llama-cpp", type=Path, metavar="FILE")
+    parser.add_argument("--drafts", type=int, default=DRAFTS, metavar="K", help="of a row, at most")
+    parser.add_argument("--streams", nargs="+", type=int, default=list(STREAMS))
+    add_vllm_arguments(parser)
+    add_arguments(parser)
+    options = parser.parse_args()
+    if not (options.vllm or options.llama_cpp):
+        parser.error("no other engine is given: --vllm, --llama-cpp or both")
+    return show(measured(options), options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
