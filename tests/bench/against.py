@@ -30,9 +30,12 @@ class Piece:
 
     rows: Sequence[str]
     streams: int = 1
-    turns: int = 1
+    turns: int | None = 1
+    """None: as many as the row has by itself."""
     rounds: int = 1
     prompt_tokens: int = 200
+    kinds: Sequence[str] = ()
+    """Texts of the row `drafts`; all where none is named."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +70,13 @@ def server(
     start_s: float,
     env: Mapping[str, str] | None = None,
     cwd: Path | None = None,
+    health: str = "/health",
 ) -> Iterator[Other]:
-    """A process that serves OpenAI's API on a port, from when its `/health` is well."""
+    """A process that serves OpenAI's API on a port, from when its `health` is well."""
     with tempfile.NamedTemporaryFile(suffix=".log") as log:
         process = subprocess.Popen(argv, stdout=log, stderr=log, env=dict(env or os.environ), cwd=cwd)
         try:
-            _wait_until_healthy(name, process, f"http://127.0.0.1:{port}/health", start_s, Path(log.name))
+            _wait_until_healthy(name, process, f"http://127.0.0.1:{port}{health}", start_s, Path(log.name))
             yield Other(name, f"http://127.0.0.1:{port}/v1", process.pid)
         finally:
             process.terminate()
@@ -111,7 +115,9 @@ def compare(
         argv += ["--against-model", "bench", "--against-name", *(other.name for other in others)]
         argv += ["--against-pid", *(str(other.pid) for other in others)]
         argv += ["--rows", *piece.rows, "--streams", str(piece.streams)]
-        argv += ["--turns", str(piece.turns), "--rounds", str(piece.rounds)]
+        argv += ["--turns", str(piece.turns)] if piece.turns else []
+        argv += ["--kinds", *piece.kinds] if piece.kinds else []
+        argv += ["--rounds", str(piece.rounds)]
         argv += ["--prompt-tokens", str(piece.prompt_tokens), "--", *own_options]
         done = subprocess.run(argv, stdout=subprocess.PIPE, check=True)
         for line in done.stdout.splitlines():

@@ -1,11 +1,13 @@
 """Drafts beside those of other engines in one run, in turns: vLLM's n-grams and llama.cpp's two lookups.
 
-    python -m tests.bench.against_drafts [--vllm PYTHON] [--llama-cpp FILE] [--drafts K] [--streams 1 8 32]
+    python -m tests.bench.against_drafts [--vllm PYTHON] [--llama-cpp FILE] [--overlapped] [--drafts K]
+        [--kinds edits JSON prose] [--streams 1 8 32] [--turns N]
 
-`PYTHON` is as in `tests.bench.against_vllm`, `FILE` as in `tests.bench.against_llama_cpp`; each of them may
-be left out. All have the checkpoint of `tests.bench.draft_model` in bfloat16, llama.cpp as a GGUF file of the
-same weights, and are asked the same questions: the row `drafts` of `python -m tests.bench engine`, a run of
-it for each number of streams.
+`PYTHON` is as in `tests.bench.against_vllm`, `FILE` as in `tests.bench.against_llama_cpp`; `--overlapped` is
+this engine with steps that overlap, with drafts and without. At least one of them is given. All have the
+checkpoint of `tests.bench.draft_model` in bfloat16, llama.cpp as a GGUF file of the same weights, and are
+asked the same questions: the row `drafts` of `python -m tests.bench engine`, a run of it for each number of
+streams.
 
 vLLM finds its drafts by the last 4 to 2 tokens, and verifies `--drafts` of them. llama.cpp has two servers:
 `ngram-cache`, its lookup decoding, of 8 drafts and no other number, by the last 4 to 1 tokens and how often
@@ -25,17 +27,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from tests.bench.against import Other, Piece, add_arguments, compare, show
-from tests.bench.against_llama_cpp import llama_cpp
+from tests.bench.against import Other, Piece, add_arguments, compare, server, show
+from tests.bench.against_llama_cpp import START_S, llama_cpp
 from tests.bench.against_vllm import add_vllm_arguments, vllm
-from tests.bench.draft_texts import folder
-from tests.bench.engine.drafts import STREAMS
+from tests.bench.draft_texts import KINDS, folder
+from tests.bench.engine.drafts import OFF, STREAMS
 from tests.bench.figures import Figure
 from tests.bench.gguf_model import write_gguf
+from tests.bench.services import free_port
 
 DRAFTS: Final = 8
 MATCHED_MIN, MATCHED_MAX = 2, 4
 """Tokens by which vLLM finds drafts."""
+OVERLAPPED: Final = {"overlapped": (), "overlapped without drafts": OFF}
+DTYPE: Final = ("--dtype", "bfloat16")
 CONTEXT_LEN: Final = 1024
 """Of a stream of llama.cpp's: any question with its answer."""
 
@@ -55,33 +60,45 @@ def of_llama_cpp(drafts: int) -> dict[str, list[str]]:
     }
 
 
-def measured(options: argparse.Namespace) -> Iterator[Figure]:
+def others(options: argparse.Namespace) -> Iterator[contextlib.AbstractContextManager[Other]]:
+    """Those that are asked for, each to be started."""
     model = folder()
+    if options.vllm:
+        further = of_vllm(options.drafts)
+        yield vllm(options.vllm, model, options.tcmalloc, all_cores=options.all_cores, further=further)
+    for name, further in of_llama_cpp(options.drafts).items() if options.llama_cpp else ():
+        weights, streams = write_gguf(model, "bf16"), max(options.streams)
+        yield llama_cpp(name, options.llama_cpp, weights, streams, CONTEXT_LEN, further)
+    for name, drafting in OVERLAPPED.items() if options.overlapped else ():
+        port = free_port()
+        argv = [sys.executable, "-m", "engine", "serve", "--model", str(model), "--port", str(port)]
+        argv += ["--served-model-name", "bench", "--overlap", *DTYPE, *drafting]
+        yield server(name, argv, port, START_S, health="/readyz")
+
+
+def measured(options: argparse.Namespace) -> Iterator[Figure]:
     with contextlib.ExitStack() as started:
-        others: list[Other] = []
-        if options.vllm:
-            further = of_vllm(options.drafts)
-            one = vllm(options.vllm, model, options.tcmalloc, all_cores=options.all_cores, further=further)
-            others.append(started.enter_context(one))
-        for name, further in of_llama_cpp(options.drafts).items() if options.llama_cpp else ():
-            weights, streams = write_gguf(model, "bf16"), max(options.streams)
-            one = llama_cpp(name, options.llama_cpp, weights, streams, CONTEXT_LEN, further)
-            others.append(started.enter_context(one))
-        pieces = [Piece(["drafts"], streams) for streams in options.streams]
-        yield from compare("bf16", model, others, pieces, options, ["--dtype", "bfloat16"])
+        running = [started.enter_context(other) for other in others(options)]
+        pieces = [
+            Piece(["drafts"], streams, options.turns, kinds=options.kinds) for streams in options.streams
+        ]
+        yield from compare("bf16", folder(), running, pieces, options, DTYPE)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--vllm", type=Path, metavar="PYTHON")
     parser.add_argument("--llama-cpp", type=Path, metavar="FILE")
+    parser.add_argument("--overlapped", action="store_true", help="this engine, with steps that overlap")
     parser.add_argument("--drafts", type=int, default=DRAFTS, metavar="K", help="of a row, at most")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--streams", nargs="+", type=int, default=list(STREAMS))
+    parser.add_argument("--turns", type=int, help="of each engine; default: by the streams")
     add_vllm_arguments(parser)
     add_arguments(parser)
     options = parser.parse_args()
-    if not (options.vllm or options.llama_cpp):
-        parser.error("no other engine is given: --vllm, --llama-cpp or both")
+    if not (options.vllm or options.llama_cpp or options.overlapped):
+        parser.error("none is given of --vllm, --llama-cpp and --overlapped")
     return show(measured(options), options)
 
 

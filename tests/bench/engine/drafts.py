@@ -7,9 +7,9 @@ several tokens at times. What is measured is decoding: all prompts are computed 
 prefix cache, and a rate counts from a turn's first token to its last.
 
 With `--against` engines of other makes take turns with them, each with drafts of its own: they have the same
-checkpoint, the same prompts as token ids and the same lengths. What they sample is their own, and is compared
-with the answers that were learned; their tokens are those of their usage. `tests.bench.against_drafts` starts
-them."""
+checkpoint, the same prompts as token ids and the same lengths. Their tokens are those of their usage, and
+their answers are compared with those that were learned. All are greedy then: vLLM's CPU build says other
+things once it verifies drafts of an answer that is sampled. `tests.bench.against_drafts` starts them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import itertools
 import re
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import msgspec
@@ -36,6 +36,7 @@ STREAMS: Final = (1, 8, 32)
 TURNS: Final = {1: 8, 8: 5, 32: 3}
 TURNS_OTHERWISE: Final = 3
 TEMPERATURE: Final = 0.1
+"""Where no engine of another make takes part."""
 OFF: Final = ("--max-drafts", "0")
 OURS: Final = 2
 """The first of the engines side by side."""
@@ -65,6 +66,16 @@ class _Event(msgspec.Struct):
 
 
 @dataclass(frozen=True, slots=True)
+class Wanted:
+    """What is measured: kinds of texts, each at several numbers of streams."""
+
+    kinds: Sequence[str] = tuple(KINDS)
+    streams: Sequence[int] = STREAMS
+    turns: int | None = None
+    """None: by the streams."""
+
+
+@dataclass(frozen=True, slots=True)
 class Question:
     """A prompt, and the answer that was learned."""
 
@@ -72,6 +83,7 @@ class Question:
     answer: str
     answer_len: int
     """In tokens."""
+    temperature: float
 
 
 @dataclass(slots=True)
@@ -88,10 +100,9 @@ class Side:
 
 
 async def draft_figures(
-    options: Sequence[str], many: Sequence[int] = STREAMS, others: Sequence[Server] = ()
+    options: Sequence[str], wanted: Wanted, others: Sequence[Server] = ()
 ) -> list[Figure]:
-    """The figures of all kinds of texts and numbers of streams. `others` are engines of other makes. Raises
-    `BenchFailed`."""
+    """The figures of what is wanted. `others` are engines of other makes. Raises `BenchFailed`."""
     model = folder()
     if not is_made(model):
         raise BenchFailed(f"no model in {model}: make it by `python -m tests.bench.draft_model`")
@@ -99,29 +110,33 @@ async def draft_figures(
     figures: list[Figure] = []
     async with engine(str(model), options) as drafting, engine(str(model), [*options, *OFF]) as plain:
         servers = (drafting, plain, *others)
-        for kind in KINDS:
-            questions = _questions(kind, tokenizer)
+        for kind in wanted.kinds:
+            questions = _questions(kind, tokenizer, 0.0 if others else TEMPERATURE)
             for at, server in enumerate(servers):
                 with alone(server, servers):
-                    first = [Question(each.prompt, "", 2) for each in questions]
+                    first = [replace(each, answer_len=2) for each in questions]
                     await _turn(server, first, 0, Side(), is_ours=at < OURS)
-            for streams in many:
-                figures += await _in_turns(servers, kind, questions, streams)
+            for streams in wanted.streams:
+                turns = wanted.turns or TURNS.get(streams, TURNS_OTHERWISE)
+                figures += await _in_turns(servers, kind, questions, streams, turns)
     return figures
 
 
-def _questions(kind: str, tokenizer: Tokenizer) -> list[Question]:
+def _questions(kind: str, tokenizer: Tokenizer, temperature: float) -> list[Question]:
+    def ids(text: str) -> list[int]:
+        return list(tokenizer.encode(text).ids)
+
     return [
-        Question(tokenizer.encode(prompt(question)).ids, answer, len(tokenizer.encode(answer).ids))
+        Question(ids(prompt(question)), answer, len(ids(answer)), temperature)
         for question, answer in texts(kind)
     ]
 
 
 async def _in_turns(
-    servers: Sequence[Server], kind: str, questions: Sequence[Question], streams: int
+    servers: Sequence[Server], kind: str, questions: Sequence[Question], streams: int, turns: int
 ) -> list[Figure]:
     sides, differing = [Side() for _ in servers], 0
-    for turn in range(TURNS.get(streams, TURNS_OTHERWISE) + 1):
+    for turn in range(turns + 1):
         first = turn * streams % len(questions)
         asked = [questions[(first + at) % len(questions)] for at in range(streams)]
         answers: dict[int, list[list[int]]] = {}
@@ -191,7 +206,7 @@ async def _asked(server: Server, question: Question, seed: int, *, is_ours: bool
         "model": server.model,
         "prompt": question.prompt,
         "max_tokens": question.answer_len,
-        "temperature": TEMPERATURE,
+        "temperature": question.temperature,
         "seed": seed,
         "stream": True,
     }

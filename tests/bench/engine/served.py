@@ -32,7 +32,8 @@ from collections.abc import AsyncIterator, Sequence, Set
 from typing import Final
 
 from tests.bench.client import ApiServer
-from tests.bench.engine.drafts import draft_figures
+from tests.bench.draft_texts import KINDS
+from tests.bench.engine.drafts import Wanted, draft_figures
 from tests.bench.engine.interference import DEADLINE_FACTORS, Beside, Ending, beside, with_deadlines
 from tests.bench.engine.interference import STREAMS as BESIDE_STREAMS
 from tests.bench.engine.load import BenchFailed, Load, Sample, Server, alone, measure, warm_up
@@ -60,6 +61,7 @@ ROWS: Final = (
 OWN_ROWS: Final = frozenset({"tiers", "structured", "drafts"})
 """Those that start what they measure."""
 USUAL_ROWS: Final = ("load", "beside", "idle", "memory")
+TURNS: Final = 2
 TOKENS_TARGET: Final = at_least(1.5)
 TTFT_TARGET: Final = at_most(0.7)
 BESIDE_TARGET: Final = at_most(1)
@@ -105,8 +107,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--rounds", type=int, default=2, help="requests that each stream makes, one after another"
     )
     parser.add_argument(
-        "--turns", type=int, default=2, help="how often each load is repeated, in turns with --against"
-    )
+        "--turns", type=int,
+        help="how often each load is repeated, in turns with --against (default: 2; drafts: by streams)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--kinds", nargs="+", choices=KINDS, default=list(KINDS), metavar="KIND",
+        help=f"texts of the row drafts, of {', '.join(KINDS)} (default: all)",
+    )  # fmt: skip
     parser.add_argument("--prompt-tokens", type=int, default=200, help="length of every prompt")
     parser.add_argument("--output-tokens", type=int, default=64, help="length of every answer")
     parser.add_argument("--seed", type=int, default=0, help="of the random prompts")
@@ -125,7 +132,7 @@ async def run(options: argparse.Namespace) -> list[Figure]:
             await warm_up(server, options.prompt_tokens)
         for streams in options.streams if "load" in rows else []:
             load = Load(streams, options.rounds, options.prompt_tokens, options.output_tokens)
-            figures += await _in_turns(servers, load, options.turns, rng)
+            figures += await _in_turns(servers, load, options.turns or TURNS, rng)
         if "beside" in rows:
             figures += await _beside(servers, rng)
         if "deadline" in rows:
@@ -150,7 +157,8 @@ async def _of_own_engines(options: argparse.Namespace, rows: Set[str], rng: rand
     if "structured" in rows:
         figures += structured()
     if "drafts" in rows:
-        figures += await draft_figures(options.engine_options, options.streams, _others(options, "bench"))
+        wanted = Wanted(options.kinds, options.streams, options.turns)
+        figures += await draft_figures(options.engine_options, wanted, _others(options, "bench"))
     return figures
 
 
