@@ -28,13 +28,13 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Final, get_args
+from typing import Final
 
 import msgspec
 
 from tests.bench.against import Other, Piece, add_arguments, compare, server, show
 from tests.bench.figures import Figure, at_least, at_most, figure
-from tests.bench.gguf_model import Format, write_gguf
+from tests.bench.gguf_model import write_gguf
 from tests.bench.models import SHAPES, make_model
 from tests.bench.services import free_port
 
@@ -112,7 +112,7 @@ def _row(
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--server", type=Path, required=True, metavar="FILE")
-    parser.add_argument("--formats", nargs="+", choices=get_args(Format), default=list(get_args(Format)))
+    parser.add_argument("--formats", nargs="+", choices=list(ENGINE_OPTIONS), default=list(ENGINE_OPTIONS))
     parser.add_argument("--streams", nargs="+", type=int, default=list(STREAMS))
     parser.add_argument("--prompts", nargs="+", type=int, default=list(PROMPTS), metavar="TOKENS")
     parser.add_argument(

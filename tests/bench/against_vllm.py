@@ -48,7 +48,13 @@ each: the median of one request is that one's luck."""
 
 @contextlib.contextmanager
 def vllm(
-    python: Path, model: Path, tcmalloc: str | None, *, all_cores: bool, further: Sequence[str] = ()
+    python: Path,
+    model: Path,
+    tcmalloc: str | None,
+    *,
+    all_cores: bool,
+    dtype: str = "bfloat16",
+    further: Sequence[str] = (),
 ) -> Iterator[Other]:
     """A vLLM server on a model directory."""
     port = free_port()
@@ -65,7 +71,7 @@ def vllm(
         environment["OMP_NUM_THREADS"] = str(len(cores))
     argv = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
     argv += ["--port", str(port)]
-    argv += ["--served-model-name", "bench", "--max-num-seqs", "64", "--dtype", "bfloat16", *further]
+    argv += ["--served-model-name", "bench", "--max-num-seqs", "64", "--dtype", dtype, *further]
     with server("vLLM", argv, port, START_S, environment, python.parent) as found:
         yield found
 

@@ -1,8 +1,8 @@
 """A model of `tests.bench.models` or `tests.bench.draft_model` as a GGUF file, for llama.cpp: the same
 weights, the same tokens.
 
-Matrices are bfloat16 as they are, or Q8_0: 8 bits with a scale for each 32 of a row. Norms and filters are
-float32, as llama.cpp wants them. Of a Llama it turns neighbours in a head by one angle, where Hugging Face's
+Matrices are bfloat16 as they are, float32, or Q8_0: 8 bits with a scale for each 32 of a row. Norms and
+filters are float32, as llama.cpp wants them. Of a Llama it turns neighbours in a head by one angle, where Hugging Face's
 layout has one half of the head beside the other. Of Qwen3.5, norms have their offset in them, and the decay
 of states its exponential; its value heads would have another order in llama.cpp where a key head has several,
 so that there must be as many of both. Needs the package `gguf` from PyPI.
@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 from safetensors.torch import load_file
 
-Format = Literal["bf16", "q8_0"]
+Format = Literal["bf16", "q8_0", "f32"]
 
 _LAYER = {
     "input_layernorm": "attn_norm",
@@ -157,7 +157,7 @@ def _add_tokenizer(gguf: Any, writer: Any, tokenizer: dict[str, Any], eos_id: in
 
 def _add_tensor(gguf: Any, writer: Any, name: str, tensor: torch.Tensor, form: Format) -> None:
     kinds = gguf.GGMLQuantizationType
-    if tensor.ndim == 1 or "conv" in name:
+    if tensor.ndim == 1 or "conv" in name or form == "f32":
         writer.add_tensor(name, tensor.float().numpy(), raw_dtype=kinds.F32)
     elif form == "bf16":
         rows = tensor.contiguous().view(torch.uint8).numpy()
