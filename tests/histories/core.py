@@ -29,6 +29,7 @@ from engine.contract.messages import (
     StepOutput,
     Want,
 )
+from engine.contract.packing import TOKEN_LEN
 from engine.core.loop import CoreLoop, last_words
 from engine.core.queue.newcomers import sequences_of
 from engine.core.scheduler_config import SchedulerConfig
@@ -62,6 +63,8 @@ class Computed:
     """The number of tokens that were reported, by handle."""
     verified_at: dict[int, int] = field(default_factory=dict)
     """The position of the newest row that verified drafts, by handle."""
+    shared_len: int = 0
+    """The tokens with which its prompts begin, computed once, where the API process says so."""
     prediction_lens: dict[int, int] = field(default_factory=dict)
     """The tokens that the caller predicts, by handle."""
     predicted: Counter[int] = field(default_factory=Counter)
@@ -178,6 +181,7 @@ class InProcessCore:
             self._requests[added.handle] = added.request_id
             computed = self.computed.setdefault(added.request_id, Computed())
             computed.prompt_lens[added.handle] = len(added.prompt_ids)
+            computed.shared_len = len(message.shared) // TOKEN_LEN
             computed.prediction_lens[added.handle] = len(added.prediction or ())
         self._inbox.put(message)
 
