@@ -80,6 +80,7 @@ async def test_an_engine_that_nobody_knows_is_sent_what_suits_the_likelier_make(
     await house.at_rest()
 
 
+@pytest.mark.parametrize("protocol", ["http2"], indirect=True)
 async def test_an_engine_that_nobody_knows_is_sent_no_image_that_it_might_fetch(
     untold: tuple[Opened, bool],
 ) -> None:

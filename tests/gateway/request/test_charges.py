@@ -292,6 +292,7 @@ async def test_no_report_is_waited_for_where_no_token_is_computed(
 
 
 @IN_MEMORY
+@pytest.mark.parametrize("protocol", ["http2"], indirect=True)
 async def test_what_an_engine_has_not_looked_at_is_not_charged(house: House) -> None:
     house.engine.script = Script([UNREAD, HEADERS])
     async with house.chat(stream=True) as answer:
