@@ -216,11 +216,13 @@ def missing(path: str) -> ApiError:
     return RouteNotFound(no_such_path(path, lambda other: bool(find(other).routes)))
 
 
-def find(path: str) -> Resource:
-    """What is served at a path."""
-    return RESOURCES.get(path) or _find_other(path)
+class _ByPath(dict[str, Resource]):
+    """What is served, by the routes' path, and at any other path. No other path is kept."""
+
+    def __missing__(self, path: str) -> Resource:
+        found = next((resource for resource in _WITH_IDS if resource.pattern.fullmatch(path)), None)
+        return found or next((nothing for above, nothing in _BELOW if path.startswith(above)), NOTHING)
 
 
-def _find_other(path: str) -> Resource:
-    found = next((resource for resource in _WITH_IDS if resource.pattern.fullmatch(path)), None)
-    return found or next((nothing for above, nothing in _BELOW if path.startswith(above)), NOTHING)
+find: Final = _ByPath(RESOURCES).__getitem__
+"""Finds what is served at a path."""

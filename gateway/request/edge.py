@@ -211,7 +211,8 @@ class Edge:
             raise
         finally:
             self._complete(exchange)
-            forget_frames(exchange.watch.reason)
+            if (reason := exchange.watch.reason) is not None:
+                forget_frames(reason)
 
     async def _answer(self, exchange: Exchange, request: web.BaseRequest | None) -> None:
         try:
@@ -361,11 +362,12 @@ class Edge:
         watch: Watch,
     ) -> Exchange:
         """The exchange of a request. `headers` are looked up by small letters."""
-        stages = self._tracing.stages(
+        stages = Stages(
             "gateway",
             self._clock,
             traceparent=headers.get(TRACEPARENT_HEADER),
             tracestate=headers.get(TRACESTATE_HEADER),
+            samples=self._tracing.samples,
         )
         request_id = accept_request_id(headers.get(REQUEST_ID_HEADER))
         resource = find(path)
