@@ -28,7 +28,7 @@ from aiohttp import web
 from msgspec import Struct
 
 from gateway.client.connection import serves
-from gateway.client.heads import check, path_of
+from gateway.client.incoming import check_request, path_of
 from gateway.client.responses import error_response, id_of, json_response, probe_response
 from gateway.directory.accounts import AccountsReader
 from gateway.identity.caller import Principal
@@ -163,7 +163,7 @@ class Admin:
     async def handle(self, request: web.BaseRequest) -> web.Response:
         """Answer one request, whatever happens."""
         try:
-            check(request)
+            check_request(request)
             if self._gate is not None:
                 self._gate.check(request)
             response = await self._answer(request)

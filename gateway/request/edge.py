@@ -27,7 +27,7 @@ from gateway.admission.quota import QuotaStore, ReservationId
 from gateway.client.answer import Client
 from gateway.client.connection import ReadsInTurn, close_after
 from gateway.client.deadlines import Watch
-from gateway.client.heads import check, path_of
+from gateway.client.incoming import check_request, path_of
 from gateway.client.interface import Body, ClientConnection, Sink
 from gateway.client.responses import JSON, error_response, probe_response
 from gateway.config.whole import GatewayConfig
@@ -193,7 +193,7 @@ class Edge:
 
     def _probe(self, request: web.BaseRequest) -> web.Response:
         try:
-            check(request)
+            check_request(request)
         except InvalidRequest as error:
             response = error_response(error, {REQUEST_ID_HEADER: mint_request_id()})
             response.force_close()
@@ -235,7 +235,7 @@ class Edge:
     def _serve(self, exchange: Exchange, request: web.BaseRequest | None) -> Awaitable[None]:
         """Answer by path and method."""
         if request is not None:
-            check(request)
+            check_request(request)
         route = exchange.resource.routes.get(exchange.method)
         if route is None or route.endpoint is None:
             if request is not None:

@@ -26,7 +26,7 @@ import msgspec
 from aiohttp import web
 
 from gateway.client.connection import serves
-from gateway.client.heads import check, path_of
+from gateway.client.incoming import check_request, path_of
 from gateway.client.responses import error_response, probe_response
 from gateway.operators.asking import Ask, ask_each, whole_of, without_known
 from gateway.operators.gate import Gate
@@ -114,7 +114,7 @@ class Front:
         """Answer one request, whatever happens."""
         request_id = accept_request_id(request.headers.get(REQUEST_ID_HEADER))
         try:
-            check(request)
+            check_request(request)
             self._gate.check(request)
             response = await self._answer(request, request_id)
         except ApiError as error:
