@@ -30,7 +30,7 @@ from typing import Final
 import msgspec
 from msgspec import Struct
 
-from gateway.relay.ticks import TICK_LEN, Ticks
+from gateway.relay.stream import TICK_LEN, Ticks
 from gateway.request.ring import Ring
 from shared.telemetry.stages import Stamps
 from shared.trace.axis import Visit, axis
