@@ -11,7 +11,7 @@ import pytest
 
 from engine.demo import MODEL_DIR
 from shared.text.tokenizer import TokenizerBundle
-from tests.bench.calls import ROOT, Calls
+from tests.bench.calls import calls_of
 from tests.fakes import VirtualClock
 from tests.gateway.conftest import House, Open
 from tests.gateway.fake_engine import stream, unary
@@ -45,11 +45,7 @@ async def files_of(house: House, *, streams: bool) -> list[str]:
         await ask(house, streams=streams)
     finally:
         sys.setprofile(None)
-    calls = {
-        (code.co_filename.removeprefix(f"{ROOT}/"), code.co_qualname, code.co_firstlineno): n / REQUESTS
-        for code, n in frames.items()
-    }
-    entered = Calls(calls, 0).by_file.keys() - {OF_TESTS}
+    entered = calls_of(frames, REQUESTS).by_file.keys() - {OF_TESTS}
     return sorted(name for name in entered if not name.startswith("engine/"))
 
 
