@@ -27,8 +27,7 @@ import msgspec
 from aiohttp import web
 from msgspec import Struct
 
-from gateway.client.connection import serves
-from gateway.client.incoming import check_request, path_of
+from gateway.client.connection import check_request, path_of, serves
 from gateway.client.responses import error_response, id_of, json_response, probe_response
 from gateway.directory.accounts import AccountsReader
 from gateway.identity.caller import Principal

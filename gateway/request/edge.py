@@ -25,9 +25,8 @@ from aiohttp import web
 
 from gateway.admission.quota import QuotaStore, ReservationId
 from gateway.client.answer import Client
-from gateway.client.connection import ReadsInTurn, close_after
+from gateway.client.connection import ReadsInTurn, check_request, close_after, path_of
 from gateway.client.deadlines import Watch
-from gateway.client.incoming import check_request, path_of
 from gateway.client.interface import Body, ClientConnection, Sink
 from gateway.client.responses import JSON, error_response, probe_response
 from gateway.config.whole import GatewayConfig

@@ -45,7 +45,7 @@ from gateway.admission.quota import Decision, Meter, QuotaStore, Refusal, Reserv
 from gateway.admission.tokens import TokenCount, check_fits, count_tokens, estimate_slices, span
 from gateway.admission.usage import NOTHING, Used
 from gateway.billing.lines import Billing
-from gateway.client.incoming import read_body, validate, validate_slices
+from gateway.client.body import read_body, validate, validate_slices
 from gateway.config.whole import ALL_ENDPOINTS, GatewayConfig, ModelConfig
 from gateway.directory.accounts import Terms
 from gateway.endpoints.endpoint import Asked, Endpoint

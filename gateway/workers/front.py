@@ -25,8 +25,7 @@ from typing import Final
 import msgspec
 from aiohttp import web
 
-from gateway.client.connection import serves
-from gateway.client.incoming import check_request, path_of
+from gateway.client.connection import check_request, path_of, serves
 from gateway.client.responses import error_response, probe_response
 from gateway.operators.asking import Ask, ask_each, whole_of, without_known
 from gateway.operators.gate import Gate

@@ -14,7 +14,7 @@ from typing import Any, Final
 import msgspec
 import pytest
 
-from gateway.client.incoming import validate
+from gateway.client.body import validate
 from gateway.endpoints.table import ENDPOINTS
 from gateway.listen.listener import BoundedServer
 from shared.apis.holding import census_of
