@@ -100,11 +100,16 @@ class Rope:
 
 # -- layers ---------------------------------------------------------------------------------------
 
+NormKind = Literal["rms", "layer"]
+Act = Literal["silu", "gelu_tanh", "relu2"]
+QKPlacing = Literal["heads", "rotated heads", "width"]
+Placing = Literal["before", "behind", "both", "parallel"]
+
 
 @dataclass(frozen=True, slots=True)
 class NormSpec:
     eps: float
-    kind: Literal["rms", "layer"] = "rms"
+    kind: NormKind = "rms"
     """`rms`: x / sqrt(mean(x^2) + eps), times a weight; `layer`: of x without its mean."""
     offset: float = 0.0
     """What is added to the stored weight."""
@@ -131,7 +136,7 @@ class Attention:
     """The number of latest tokens that a token sees, itself included. None: all."""
     bias: bool = False
     out_bias: bool = False
-    qk_norm: Literal["heads", "rotated heads", "width"] | None = None
+    qk_norm: QKPlacing | None = None
     """`heads`: each head of queries and keys is normed before it is rotated; `rotated heads`: behind;
     `width`: all heads of queries as one row, and all of keys, before."""
     tempering: Tempering | None = None
@@ -172,7 +177,7 @@ class DeltaNet:
 @dataclass(frozen=True, slots=True)
 class Mlp:
     inner: int
-    act: Literal["silu", "gelu_tanh", "relu2"] = "silu"
+    act: Act = "silu"
     gated: bool = True
     """True: down(act(gate(x)) * up(x)); else down(act(up(x)))."""
     bias: bool = False
@@ -182,7 +187,7 @@ class Mlp:
 class Layer:
     attention: Attention | DeltaNet
     mlp: Mlp
-    norms: Literal["before", "behind", "both", "parallel"] = "before"
+    norms: Placing = "before"
     """The places of norms, around attention and MLP alike: of what goes in, of what comes out, or both.
     `parallel`: the MLP takes what attention takes, behind one norm."""
 
