@@ -65,7 +65,7 @@ from engine.runtime.weights.parameters import (
     DeltaWeights,
     LinearParameters,
     Matrix,
-    NormRole,
+    Vector,
     final_norm,
     layer_parameters,
     read_embedding,
@@ -393,28 +393,27 @@ class _Loader:
 
     def layer(self, layer: int) -> _Layer:
         own = layer_parameters(self.config, layer, self.shard)
-        norms = {role: each.read(self.source) for role, each in own.norms.items()}
+        norms = {role: each.read(self.source).to(self.device) for role, each in own.vectors.items()}
         attention, mlp = self.share.layers[layer].attention, self.share.layers[layer].mlp
         mixing: _Attention | DeltaLayer
         if isinstance(attention, DeltaNet):
             inputs, eps = own.matrices[Matrix.DELTA], self.config.norm.eps
-            weights = DeltaWeights.read(own.delta, self.source).to(self.device)
-            mixing = DeltaLayer(attention, weights, eps)
+            mixing = DeltaLayer(attention, DeltaWeights.of(norms), eps)
         else:
-            inputs, mixing = own.matrices[Matrix.QKV], self._attention(attention, norms.get(NormRole.QK))
+            inputs, mixing = own.matrices[Matrix.QKV], self._attention(attention, norms.get(Vector.QK_NORM))
         return _Layer(
-            inputs=self._linear(inputs, norms.get(NormRole.ATTENTION)),
+            inputs=self._linear(inputs, norms.get(Vector.ATTENTION_NORM)),
             attention=mixing,
             place=self.config.places[layer],
             output=self._linear(own.matrices[Matrix.OUTPUT]),
-            post_norm=self._post_norm(norms.get(NormRole.ATTENTION_POST)),
+            post_norm=self._post_norm(norms.get(Vector.ATTENTION_POST_NORM)),
             gate_up=replace(
-                self._linear(own.matrices[Matrix.GATE_UP], norms.get(NormRole.MLP)),
+                self._linear(own.matrices[Matrix.GATE_UP], norms.get(Vector.MLP_NORM)),
                 gated=mlp.gated,
                 gelu=mlp.act == "gelu_tanh",
             ),
             down=self._linear(own.matrices[Matrix.DOWN]),
-            mlp_post_norm=self._post_norm(norms.get(NormRole.MLP_POST)),
+            mlp_post_norm=self._post_norm(norms.get(Vector.MLP_POST_NORM)),
         )
 
     def _post_norm(self, weight: Tensor | None) -> Norm | None:
@@ -424,7 +423,7 @@ class _Loader:
         qk_norm = None
         if norm is not None:
             counts = (own.heads, own.kv_heads) if own.qk_norm == "width" else (1, 1)
-            q_weight, k_weight = norm.to(self.device).split([count * own.head_dim for count in counts])
+            q_weight, k_weight = norm.split([count * own.head_dim for count in counts])
             qk_norm = QKNorm(q_weight, k_weight, self.config.norm.eps, own.qk_norm == "rotated heads")
         wide = (own.heads, own.kv_heads) if own.qk_norm == "width" else None
         return _Attention(self.config.ropes.index(own.rope), qk_norm, own.output_gate, wide)

@@ -47,7 +47,7 @@ from engine.runtime.step.kv_cache import KVCache
 from engine.runtime.step.protocols import AttentionSpec
 from engine.runtime.step.seats import HostSlots
 from engine.runtime.weights.checkpoint import WeightSource
-from engine.runtime.weights.parameters import MtpParameters, read_embedding
+from engine.runtime.weights.parameters import mtp_parameters, read_embedding
 
 GUESSES_MAX: Final = 4
 """The most guesses of a row: the layer was trained for one, and each further one is right less often."""
@@ -58,12 +58,12 @@ class MtpLayer:
 
     def __init__(self, config: DecoderSpec, source: WeightSource, ranks: Collective) -> None:
         """`config` describes the whole model, which has such a layer."""
-        before = MtpParameters.of(config)
         self._norm_of = NORMS[config.norm.kind]
         self._eps: Final = config.norm.eps
         self._embedding: Final = read_embedding(config, source)
-        self._norms: Final = before.embedding_norm.read(source), before.hidden_norm.read(source)
-        self._fc: Final = PackedLinear(*before.matrix.read(source))
+        of_embedding, of_hidden, matrix = mtp_parameters(config)
+        self._norms: Final = of_embedding.read(source), of_hidden.read(source)
+        self._fc: Final = PackedLinear(*matrix.read(source))
         self.layers: Final = TorchLayers(config.mtp_body, source, ranks)
 
     def joined(self, following: Tensor, hidden: Tensor) -> Tensor:

@@ -30,10 +30,8 @@ from engine.runtime.step.seats import SamplingColumns
 from engine.runtime.step.states import StateGeometry, States
 from engine.runtime.weights.checkpoint import WeightSource
 from engine.runtime.weights.parameters import (
-    DeltaRole,
-    DeltaWeights,
     Matrix,
-    NormRole,
+    Vector,
     final_norm,
     layer_parameters,
     read_embedding,
@@ -195,9 +193,9 @@ def library(isa: str) -> ctypes.CDLL:
 # -- the model ------------------------------------------------------------------------------------
 
 
-_LINEARS: Final = (Matrix.QKV, Matrix.OUTPUT, Matrix.GATE_UP, Matrix.DOWN, Matrix.DELTA, None)
+_LINEARS: Final = (*Matrix, None)
 """The roles of matrices in the order of `PenstockLinear`; None is the head."""
-_VECTORS: Final = (*NormRole, *DeltaRole, None)
+_VECTORS: Final = (*Vector, None)
 """The roles of what is no matrix in the order of `PenstockVector`; None is the last norm."""
 LANES_MAX: Final = 16
 """The most lanes of a vector: sizes that are cut into vectors must be multiples of it."""
@@ -492,12 +490,8 @@ class NativeDecoder:
         own = layer_parameters(self._whole, layer, self._ranks.shard)
         for role, matrix in own.matrices.items():
             self._set_linear(layer, role, *matrix.read(source))
-        for place, norm in own.norms.items():
-            self._set_vector(layer, place, norm.read(source))
-        if own.delta:
-            read = DeltaWeights.read(own.delta, source)
-            for part in DeltaRole:
-                self._set_vector(layer, part, getattr(read, part.value))
+        for place, vector in own.vectors.items():
+            self._set_vector(layer, place, vector.read(source))
 
     def _set_linear(self, layer: int, role: Matrix | None, weight: Tensor, bias: Tensor | None) -> None:
         assert weight.dtype == self._dtype
@@ -512,6 +506,6 @@ class NativeDecoder:
             None if exact is None else exact.data_ptr(),
         )
 
-    def _set_vector(self, layer: int, role: NormRole | DeltaRole | None, values: Tensor) -> None:
+    def _set_vector(self, layer: int, role: Vector | None, values: Tensor) -> None:
         exact, which = values.float().contiguous(), _VECTORS.index(role)
         self._library.penstock_set_vector(self._model, layer, which, exact.data_ptr(), exact.numel())
