@@ -43,7 +43,7 @@ from engine.runtime.kernels.fused import (
     sigmoid_mul,
 )
 from engine.runtime.kernels.matmul import Weight
-from engine.runtime.models.pieces import lacking
+from engine.runtime.models.pieces import EVERYWHERE, lacking
 from engine.runtime.models.rotary import Rotary
 from engine.runtime.models.spec import Attention, DecoderSpec, DeltaNet
 from engine.runtime.reference.delta_net import StepStates
@@ -72,15 +72,8 @@ from engine.runtime.weights.parameters import (
     read_lm_head,
 )
 
-IMPLEMENTED: Final = frozenset(
-    {"norm.kind rms", "layer.norms before", "mlp.act silu", "mlp.bias", "attention.window", "attention.bias"}
-    | {"attention.out_bias", "attention.qk_norm heads", "tied_embeddings", "fp8 Fp8Scheme"}
-    | {"attention.qk_norm rotated heads", "attention.output_gate", "deltanet.gate silu"}
-    | {"attention.qk_norm width", "attention.tempering Tempering"}
-    | {"layer.norms both", "layer.norms behind", "mlp.act gelu_tanh", "mlp.act relu2", "mlp.gated no"}
-    | {"embed_scale", "residual_scale", "logit_scale", "logit_softcap"}
-)
-"""The pieces of models (`engine.runtime.models.pieces`) that the kernels implement, called as below."""
+IMPLEMENTED: Final = EVERYWHERE
+"""The pieces of models that the kernels implement, called as below."""
 
 Attend = Callable[[int, Tensor], Tensor]
 """(layer, queries [T, H, D]) -> the same shape; keys and values are in the cache."""

@@ -61,6 +61,7 @@ from engine.runtime.kernels.autotune import MatmulTable
 from engine.runtime.kernels.decode_attention import query_counts
 from engine.runtime.kernels.dependent_launch import dependent_launches
 from engine.runtime.models.spec import DecoderSpec
+from engine.runtime.reference.torch_decoder import TorchDecoder
 from engine.runtime.setup.backends import Backend, BackendChoice, Chosen, Need, choose
 from engine.runtime.setup.hardware import usable_cores
 from engine.runtime.setup.model_errors import BadRunnerConfig, DoesNotFit, UnsupportedModel
@@ -132,7 +133,7 @@ class Design:
         """The design for this model on this card. Raises UnsupportedModel where no network computes the
         model, BadRunnerConfig where the card cannot do what is asked for."""
         lacks = DeviceDecoder.implements(model)
-        if lacks is not None and (reason := TorchOnDevice.implements(model)) is not None:
+        if lacks is not None and (reason := TorchDecoder.implements(model)) is not None:
             raise UnsupportedModel(f"no network computes this model on a GPU: {reason}")
         if lacks is not None and config.weights == "fp8":
             raise BadRunnerConfig(f"weights=fp8 needs the Triton kernels: {lacks}")

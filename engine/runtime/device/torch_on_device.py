@@ -16,10 +16,9 @@ from engine.runtime.collective.collective import ALONE, Collective
 from engine.runtime.device.device_decoder import Attend, StepTokens
 from engine.runtime.device.graphs import DecodeInputs
 from engine.runtime.kernels.autotune import DeviceLinear, MatmulTable
-from engine.runtime.models.pieces import lacking
 from engine.runtime.models.spec import DecoderSpec
 from engine.runtime.reference.delta_net import StepStates
-from engine.runtime.reference.torch_decoder import IMPLEMENTED, TorchDecoder
+from engine.runtime.reference.torch_decoder import TorchDecoder
 from engine.runtime.step.kv_cache import KVCache
 from engine.runtime.step.protocols import DecodePages
 from engine.runtime.step.states import States
@@ -39,11 +38,6 @@ class TorchOnDevice:
         self.table = MatmulTable({})
         with device:
             self._decoder = TorchDecoder(config, source, ranks)
-
-    @staticmethod
-    def implements(config: DecoderSpec) -> str | None:
-        """Why this network does not compute the model; None where it does."""
-        return lacking(config, IMPLEMENTED)
 
     @property
     def linears(self) -> list[DeviceLinear]:

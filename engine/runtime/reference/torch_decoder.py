@@ -24,7 +24,7 @@ from torch import Tensor
 
 from engine.runtime.collective.collective import ALONE, Collective
 from engine.runtime.models import spec
-from engine.runtime.models.pieces import lacking
+from engine.runtime.models.pieces import EVERYWHERE, lacking
 from engine.runtime.models.rotary import Rotary
 from engine.runtime.models.spec import Attention, DecoderSpec, DeltaNet, Rope, Tempering
 from engine.runtime.reference.delta_net import StepStates, TorchDeltaNet
@@ -50,17 +50,8 @@ NORMS: Final[Mapping[str, Callable[[Tensor, Tensor | None, float], Tensor]]] = {
     "rms": rms_norm,
     "layer": layer_norm,
 }
-IMPLEMENTED: Final = frozenset(
-    {f"norm.kind {kind}" for kind in NORMS}
-    | {f"layer.norms {places}" for places in ("before", "behind", "both", "parallel")}
-    | {f"mlp.act {name}" for name in ACTIVATIONS}
-    | {"mlp.gated no", "mlp.bias", "attention.window", "attention.bias", "attention.out_bias"}
-    | {f"attention.qk_norm {place}" for place in ("heads", "rotated heads", "width")}
-    | {"attention.output_gate", "deltanet.gate silu"}
-    | {"attention.tempering Tempering", "tied_embeddings", "fp8 Fp8Scheme"}
-    | {"embed_scale", "residual_scale", "logit_scale", "logit_softcap"}
-)
-"""The pieces of models (`engine.runtime.models.pieces`) that the code below follows."""
+IMPLEMENTED: Final = EVERYWHERE | {"norm.kind layer", "layer.norms parallel"}
+"""The pieces of models that the code below follows."""
 Angles = tuple[Tensor, Tensor]
 
 
