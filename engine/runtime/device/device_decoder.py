@@ -399,18 +399,15 @@ class _Loader:
             attention=mixing,
             place=self.config.places[layer],
             output=self._linear(own.matrices[Matrix.OUTPUT]),
-            post_norm=self._post_norm(norms.get(Vector.ATTENTION_POST_NORM)),
+            post_norm=self.norm(norms.get(Vector.ATTENTION_POST_NORM)),
             gate_up=replace(
                 self._linear(own.matrices[Matrix.GATE_UP], norms.get(Vector.MLP_NORM)),
                 gated=mlp.gated,
                 gelu=mlp.act == "gelu_tanh",
             ),
             down=self._linear(own.matrices[Matrix.DOWN]),
-            mlp_post_norm=self._post_norm(norms.get(Vector.MLP_POST_NORM)),
+            mlp_post_norm=self.norm(norms.get(Vector.MLP_POST_NORM)),
         )
-
-    def _post_norm(self, weight: Tensor | None) -> Norm | None:
-        return None if weight is None else self.norm(weight)
 
     def _attention(self, own: Attention, norm: Tensor | None) -> _Attention:
         qk_norm = None
@@ -421,8 +418,8 @@ class _Loader:
         wide = (own.heads, own.kv_heads) if own.qk_norm == "width" else None
         return _Attention(self.config.ropes.index(own.rope), qk_norm, own.output_gate, wide)
 
-    def norm(self, weight: Tensor) -> Norm:
-        return Norm(weight.to(self.device).float(), self.config.norm.eps)
+    def norm(self, weight: Tensor | None) -> Norm | None:
+        return None if weight is None else Norm(weight.to(self.device).float(), self.config.norm.eps)
 
     def _linear(self, parameters: LinearParameters, norm: Tensor | None = None) -> DeviceLinear:
         """`norm`: the weight [hidden] of the norm before the product; None where there is no norm."""
@@ -434,7 +431,7 @@ class _Loader:
         return DeviceLinear(
             weight.to(self.device),
             None if bias is None else bias.to(self.device),
-            None if norm is None else self.norm(norm),
+            self.norm(norm),
         )
 
 

@@ -20,7 +20,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from typing import Final
 
 import msgspec
@@ -72,7 +71,7 @@ from engine.runtime.start.starting import (
     choose_dtype,
     choose_max_model_len,
     dtype_name,
-    embedder_of,
+    load_pooler,
     read_model,
     set_threads,
     start_alone,
@@ -83,7 +82,6 @@ from engine.runtime.step.kv_cache import (
     KVCache,
     KVGeometry,
     page_count,
-    state_place_count,
     useful_pages,
     useful_states,
 )
@@ -227,19 +225,15 @@ class DeviceShard:
         )
         arithmetic = f"{kernels}, {design.attention.arithmetic}, {design.precision}, {shards} shards"
         sizes = self.geometry, self.decoder.dtype, self.max_model_len, pages
-        info = untimed_info(design.config, self.model, *sizes, arithmetic)
-        state_bytes = self.states.slot_bytes
-        places = state_place_count(design.config, self.geometry, self.max_model_len, pages, state_bytes)
+        rest = arithmetic, self.states.slot_bytes, self.pooler
+        info = untimed_info(design.config, self.model, *sizes, *rest)
         shapes = () if self.design.is_eager else self._verify_buckets
         return msgspec.structs.replace(
             info,
             is_async=True,
-            state_bytes=state_bytes,
-            state_places=places,
             drafts_max=self.together_max - 1,
             drafts_together=self.drafts_together,
             verify_shapes=list(shapes),
-            vector_len=0 if self.pooler is None else self.pooler.vector_len,
         )
 
     @property
@@ -489,9 +483,7 @@ def load_shard(
     at_start = card.memory()
     with rehearsed(card, partial(rehearse, design, Blueprint.of(card), ranks.shard), threads) as compiled:
         shard = DeviceShard.load(design, source, card, ranks, at_start)
-        if (embedder := embedder_of(config)) is not None:
-            parts = Path(config.model), model.hidden_size, card.device
-            shard = replace(shard, pooler=Pooler.load(embedder, *parts))
+        shard = replace(shard, pooler=load_pooler(config, model, card.device))
         if said := design.precision.describe(model, shard.kv_scales):
             progress(said)
         progress(compiled())
