@@ -527,7 +527,7 @@ class SlotAssignment(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Want(IntEnum):
-    """What a row of a plan is to bring beside its keys and values."""
+    """The result that a row of a plan is to bring beside its keys and values."""
 
     NOTHING = 0
     SAMPLE = 1

@@ -151,7 +151,7 @@ class Sequence:
     """Drafts that a step in flight verifies. They are counted as in flight, and the tokens behind them as
     coming, as if all were right."""
     prediction: array[int] | None = None
-    """What its caller expects its output to be."""
+    """The tokens that its caller expects its output to be."""
     drafter: Drafts | None = None
     """Finds its drafts; None before it is first looked at, and where it drafts nothing."""
     guesser: GuessDrafts | None = None
@@ -163,7 +163,7 @@ class Sequence:
     masks_ahead: Sequence_[bytes] = ()
     """The mask behind each of them."""
     draft: Proposal | None = None
-    """What the beginning of these was drafted as; None where the grammar forces them."""
+    """The proposal that these begin with; None where the grammar forces them."""
     draft_chance: float = 0.0
     """The chance of the drafts that it verified last, or verifies, that one is right."""
     drafts_from: int = NEVER
@@ -359,7 +359,7 @@ class Sequence:
         self._vacate()
 
     def want(self, length: int) -> Want:
-        """What a row of its next `length` tokens is to bring."""
+        """The result that a row of its next `length` tokens is to bring."""
         return Want.SAMPLE if length == self.pending_len and not self.is_only_read else Want.NOTHING
 
     def launch(self, step: int, length: int, want: Want) -> None:

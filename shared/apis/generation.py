@@ -40,7 +40,7 @@ class GenerationRequest(Request, kw_only=True):
     """The fields that all of them have, and properties that each API computes from its own."""
 
     operation: ClassVar[str]
-    """What it asks for, as OpenTelemetry names it (`gen_ai.operation.name`)."""
+    """The operation that it asks for, as OpenTelemetry names it (`gen_ai.operation.name`)."""
     prompt_param: ClassVar[str]
     """The name of the field that holds the prompt."""
     answers: ClassVar[bool] = True

@@ -1,4 +1,4 @@
-"""What a body may cost, before it is decoded: its values are counted, and its memory is reserved with its
+"""Bounds the cost of a body before it is decoded: its values are counted, and its memory is reserved with its
 tenant.
 
 The census. Decoding makes an object for every item of an array and every field of an object: 8 MiB can be 4

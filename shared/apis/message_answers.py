@@ -42,7 +42,7 @@ class DeltaUsage(Struct, kw_only=True):
     cache_read_input_tokens: int
     output_tokens: int
     output_tokens_details: OutputDetails | None
-    """Of models that reason, the part of `output_tokens` that is thinking."""
+    """The part of `output_tokens` that is thinking, of models that reason."""
     server_tool_use: None = None
 
 

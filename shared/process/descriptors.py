@@ -46,7 +46,7 @@ def limit() -> int:
 
 
 def few(connections: int) -> str:
-    """What an operator does so that as many connections fit."""
+    """The advice to an operator so that as many connections fit."""
     needed = math.ceil(connections / SHARE) + OWN_MAX + RESERVED
     return (
         f"give it {needed} open files (ulimit -Hn {needed}; LimitNOFILE={needed} of systemd; a container's "

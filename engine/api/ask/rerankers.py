@@ -1,4 +1,4 @@
-"""Whether a model ranks documents, and in which format: as its operator says, or its files.
+"""Finds out whether a model ranks documents, and in which format: its operator says so, or its files do.
 
     modules.json, .../config.json   a LogitScore, as sentence-transformers (from 5.4 on) writes a reranker
                                     that answers by two tokens

@@ -243,7 +243,8 @@ class AnswerMachine:
 
 
 class _Reader:
-    """What reads an answer, apart from the generator that runs it: they would refer to each other."""
+    """The state of an answer's reader, apart from the generator that runs it: they would refer to each
+    other."""
 
     def __init__(
         self,
@@ -543,7 +544,7 @@ def _decoded(text: str) -> str:
 
 
 def _begun(format_: AnswerFormat, prompt_tail: str) -> PartKind | None:
-    """What the end of the prompt has begun of the answer: reasoning that is open, or text. None for
+    """The part of the answer that the end of the prompt has begun: reasoning that is open, or text. None for
     nothing."""
     found = [(prompt_tail.rfind(anchor), anchor) for anchor in format_.anchors if anchor in prompt_tail]
     if found:

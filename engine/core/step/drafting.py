@@ -147,7 +147,7 @@ class Drafting:
         return False
 
     def _looked_at_early(self, coming: list[Sequence]) -> list[tuple[Sequence, Proposal]]:
-        """What may follow behind the known tokens of streams, before the token that is coming is there."""
+        """The proposals of streams whose next token is still coming."""
         found: list[tuple[Sequence, Proposal]] = []
         to_read = READ_MAX
         for sequence in coming:
@@ -222,7 +222,7 @@ class Drafting:
         builder.add_verifying({slot: decodes[slot] for slot in drafts}, [*drafts.values()])
 
     def foresee(self, sequence: Sequence) -> list[int] | None:
-        """What may follow the newest token of a sequence with a grammar; None where it drafts nothing."""
+        """The drafts of a sequence with a grammar, behind its newest token; None where it drafts nothing."""
         most = min(self.drafts_max, sequence.kv_len_max - sequence.computed_len - 1)
         drafter = sequence.drafter or self._begin(sequence)
         if drafter is None or most < 1:

@@ -460,7 +460,7 @@ def _word(draw: Draw) -> str:
 
 
 def _repeats(draw: Draw) -> Messages:
-    """What was said is said again."""
+    """A chat in which one says again what was said."""
     messages: Messages = []
     for _ in range(draw.pick((1, 1, 2))):
         words = " ".join(_word(draw) for _ in range(draw.rng.randint(1, 7)))

@@ -30,8 +30,8 @@ RENDEZVOUS_DEADLINE: Final = timedelta(seconds=60)
 NEVER: Final = timedelta(days=1)
 LOOPBACK: Final = "lo"
 _c10d: Final[Any] = torch._C._distributed_c10d
-"""What torch.distributed builds its process-global group from. It is private: a release of torch that lacks
-any of it fails the group, by its name."""
+"""The parts of which torch.distributed builds its process-global group. The module is private: a release of
+torch that lacks any of it fails the group, by its name."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -105,13 +105,13 @@ class _Attention:
 @dataclass(frozen=True, slots=True)
 class _Layer:
     inputs: DeviceLinear
-    """Of attention queries, keys, values and gates; of a delta net all that it takes."""
+    """The product for attention's queries, keys, values and gates, or for all that a delta net takes."""
     attention: _Attention | DeltaLayer
     place: int
     """Its number among the layers with keys and values, or among those with a state."""
     output: DeviceLinear
     post_norm: Norm | None
-    """Of what attention, or the delta net, adds to the stream."""
+    """Norms what attention, or the delta net, adds to the stream."""
     gate_up: DeviceLinear
     down: DeviceLinear
     mlp_post_norm: Norm | None
@@ -196,7 +196,7 @@ class DeviceDecoder:
         load = _Loader(config, source, device, fp8, ranks.shard, self.config)
         self._embedding = read_embedding(config, source).to(device)
         self._embed_scale = float(torch.tensor(config.embed_scale, dtype=self._embedding.dtype))
-        """As transformers has it, rounded to the embedding's type."""
+        """The factor is rounded to the embedding's type, as in transformers."""
         self._layers = [load.layer(layer) for layer in range(len(config.layers))]
         norm = load.norm(final_norm(config).read(source))
         lm_head = read_lm_head(config, source, ranks.shard, self._embedding).to(device)
@@ -336,7 +336,7 @@ class DeviceDecoder:
         return logits if out is None else out.copy_(logits)
 
     def _shaped(self, logits: Tensor) -> Tensor:
-        """What the model makes of the head's products, in place."""
+        """The head's products, scaled and capped in place."""
         scale, cap = self.config.logit_scale, self.config.logit_softcap
         if scale != 1.0:
             logits.mul_(scale)
@@ -445,7 +445,7 @@ class DeviceModel:
     decode: DecodePages
     prefill: PrefillPages
     states: States | None = None
-    """Of a model that has them, by slot."""
+    """The states by slot, of a model that has them."""
 
     def forward(self, batch: PackedBatch) -> Tensor:
         """The final hidden states [T, hidden], on the device. Host tensors of the batch are copied without
@@ -543,7 +543,7 @@ class DecodeStep:
     launches_dependently: bool = False
     """True if each kernel may start while the one before it ends (`kernels/dependent_launch.py`)."""
     states: States | None = None
-    """Of a model that has them, by slot."""
+    """The states by slot, of a model that has them."""
 
     def __call__(self, inputs: DecodeInputs) -> tuple[Tensor, Tensor]:
         """The rows' tokens and log-probabilities, [rows] each, as `DeviceSampler` gives them."""

@@ -116,10 +116,10 @@ class TorchNetwork:
 
     @property
     def drafts_max(self) -> int:
-        """Of a model without states none: a product of several rows has other last bits than one of a single
-        row. Computed as it is of a model with states (`engine.runtime.host.exact_attention`), it has not, and
-        attention over 500 tokens takes 2 times as long for one stream, and 10 times as long for 8: more than
-        drafts save."""
+        """A model without states verifies none: a product of several rows has other last bits than one of a
+        single row. Computed as it is of a model with states (`engine.runtime.host.exact_attention`), it has
+        not, and attention over 500 tokens takes 2 times as long for one stream, and 10 times as long for 8:
+        more than drafts save."""
         return DRAFTS_MAX if self.config.deltas else 0
 
     def attach(self, cache: KVCache, slots: int, windows: int = 0) -> PagedModel:

@@ -80,7 +80,7 @@ class Mtp:
 
     layer: MtpLayer
     cache: KVCache
-    """That layer alone."""
+    """The pages of that layer alone."""
     slots: HostSlots
     logits: Callable[[Tensor], Tensor]
     """The model's head."""
@@ -91,8 +91,8 @@ class Mtp:
         self._decode = TorchDecode(self.cache, AttentionSpec.of(self.layer.layers.config))
 
     def after(self, batch: PackedBatch, hidden: Tensor) -> list[list[int]]:
-        """What the plan asks for of guesses, once the tokens that the step sampled are in the slots: hidden
-        [T, hidden] -> the guesses of each row that sampled; empty where none is asked for."""
+        """Make the guesses that the plan asks for, once the tokens that the step sampled are in the slots:
+        hidden [T, hidden] -> the guesses of each row that sampled; empty where none is asked for."""
         rows, kept = _known_rows(batch, self.slots)
         self._follow(rows, hidden if kept is None else hidden[kept])
         if not batch.plan.guesses:
@@ -146,7 +146,7 @@ class Mtp:
         return self.slots.tokens[batch.token_slots, batch.positions + 1].long()
 
     def _attention(self, batch: PackedBatch) -> StepAttention:
-        """That of a batch whose rows have one token each."""
+        """The attention of a batch whose rows have one token each."""
         attend = self._decode.prepare(batch)
 
         def attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

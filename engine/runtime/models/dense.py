@@ -68,7 +68,7 @@ class Whole:
     model_type: str
     architecture: str
     at: str
-    """What the names of the text part's tensors begin with, instead of `model.`."""
+    """The prefix of the text part's names of tensors, instead of `model.`."""
 
 
 class DenseKeys(msgspec.Struct, frozen=True, kw_only=True):

@@ -29,8 +29,8 @@ AT_LOAD: Final = frozenset(
     {"rope.part", "rope.interleaved", "norm.offset", "attention.rope none"}
     | {f"rope.scaling {name}" for name in ("Linear", "Llama3", "Yarn", "Longrope")}
 )
-"""What parameters (`engine.runtime.weights.parameters`) and angles (`engine.runtime.models.rotary`) have in
-them already when a network sees them, whatever the network."""
+"""The pieces that are in parameters (`engine.runtime.weights.parameters`) and angles
+(`engine.runtime.models.rotary`) already when a network sees them."""
 EVERYWHERE: Final = frozenset(
     {"norm.kind rms", "layer.norms before", "layer.norms behind", "layer.norms both"}
     | {"mlp.act silu", "mlp.act gelu_tanh", "mlp.act relu2", "mlp.gated no", "mlp.bias"}

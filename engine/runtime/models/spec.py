@@ -112,7 +112,7 @@ class NormSpec:
     kind: NormKind = "rms"
     """`rms`: x / sqrt(mean(x^2) + eps), times a weight; `layer`: of x without its mean."""
     offset: float = 0.0
-    """What is added to the stored weight."""
+    """The summand of the stored weight."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +204,7 @@ class Names:
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     output: str = "self_attn.o_proj"
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
-    """Of an MLP without a gate, `up` alone."""
+    """An MLP without a gate has `up` alone."""
     down: str = "mlp.down_proj"
     qk_norm: tuple[str, str] = ("self_attn.q_norm", "self_attn.k_norm")
     attention_norm: str = "input_layernorm"
@@ -223,9 +223,9 @@ class Names:
     delta_step_bias: str = "linear_attn.dt_bias"
     delta_norm: str = "linear_attn.norm.weight"
     mtp: str = "mtp"
-    """What the names of the MTP layer's parameters begin with."""
+    """The prefix of the MTP layer's names of parameters."""
     foreign: tuple[str, ...] = ()
-    """What names of tensors begin with that the text model has nothing to do with."""
+    """The prefixes of names of tensors that the text model has nothing to do with."""
 
     def moved(self, old: str, new: str) -> Names:
         """The names where those of the model's body begin with `new` instead of `old`; the head's does
@@ -244,7 +244,7 @@ class DecoderSpec:
     context_len: int
     layers: tuple[Layer, ...]
     norm: NormSpec
-    """Of the whole model: around blocks, of heads, and the last one."""
+    """All norms of the model: around blocks, of heads, and the last one."""
     tied_embeddings: bool = False
     """True if the embedding is also the head. A checkpoint with a head of its own overrides config.json
     (`engine.runtime.start.starting.checked_checkpoint`)."""

@@ -218,7 +218,7 @@ class _Summing:
     def __init__(self, ranks: Collective) -> None:
         self._ranks = ranks
         self.failure: BaseException | None = None
-        """What was raised where no sum was to be had: it cannot pass through the kernels."""
+        """The error where no sum was to be had: it cannot pass through the kernels."""
         self.call: Final = _AddUp(self._add_up)
 
     def _add_up(self, values: Any, count: int) -> int:

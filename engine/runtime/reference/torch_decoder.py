@@ -66,7 +66,7 @@ class StepAttention(Protocol):
 @dataclass(frozen=True, slots=True)
 class _Layer:
     spec: spec.Layer
-    """As this rank computes it."""
+    """The layer as this rank computes it."""
     matrices: Mapping[Matrix, PackedLinear]
     norms: Mapping[Vector, Tensor]
     qk_norm: Tensor | None

@@ -272,7 +272,7 @@ def embedder_of(config: RunnerConfig) -> Embedder | None:
 def load_pooler(
     config: RunnerConfig, model: DecoderSpec, device: torch.device | None = None
 ) -> Pooler | None:
-    """What makes vectors of prompts; None where the model makes none. Raises ModelError."""
+    """The pooler of a model that makes vectors of prompts; None of one that makes none. Raises ModelError."""
     embedder = embedder_of(config)
     return None if embedder is None else Pooler.load(embedder, Path(config.model), model.hidden_size, device)
 

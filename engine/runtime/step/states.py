@@ -45,7 +45,7 @@ class StateGeometry:
 
     layers: tuple[DeltaNet, ...]
     dtype: torch.dtype
-    """Of the convolution's inputs."""
+    """The type of the convolution's inputs."""
 
     @staticmethod
     def of(model: DecoderSpec, dtype: torch.dtype) -> StateGeometry:
@@ -62,7 +62,7 @@ class StateGeometry:
         )
 
     def describe(self, slots: int, places: int, windows: int = 0) -> str:
-        """What is kept for so many slots, snapshots and windows, for the log."""
+        """A sentence for the log on the states of so many slots, snapshots and windows."""
         size = self.slot_bytes
         drafts = f", and {windows} ({windows * size / 1e9:.2f} GB) for drafts" if windows else ""
         return (
@@ -91,7 +91,7 @@ class States:
         self.at: Final = list(range(slots))
         """The state of each slot."""
         self._windows: dict[int, list[int]] = {}
-        """By slot, of rows that verify in the step that computed last: the states behind their tokens."""
+        """The states behind the tokens of rows that verify in the step that computed last, by slot."""
         self._kept: list[Tensor] = []
 
     @property

@@ -36,8 +36,7 @@ class Matrix(Enum):
     GATE_UP = "gate_up"
     DOWN = "down"
     DELTA = "delta"
-    """Of a delta net, all of its inputs: what is convolved, the gate, the strength and the decay of each
-    head."""
+    """The inputs of a delta net: what is convolved, the gate, the strength and the decay of each head."""
 
 
 class Vector(Enum):
@@ -130,7 +129,7 @@ class LinearParameters:
 
 @dataclass(frozen=True, slots=True)
 class VectorParameters:
-    """What is no matrix, one tensor behind the other."""
+    """Tensors that are no matrices of products, one behind the other."""
 
     names: tuple[str, ...]
     rows: tuple[int, ...]
@@ -139,7 +138,7 @@ class VectorParameters:
     columns: tuple[int, ...] = ()
     order: HeadOrder | None = None
     held: Callable[[Tensor], Tensor] = lambda stored: stored
-    """What networks hold of what is stored."""
+    """Makes what networks hold of what is stored."""
 
     def read(self, source: WeightSource) -> Tensor:
         """The rank's part, as networks hold it."""
@@ -314,7 +313,7 @@ def _norms(decoder: DecoderSpec, index: int) -> dict[Vector, VectorParameters]:
 def _qk_norm(
     decoder: DecoderSpec, attention: Attention, at: str, shard: Shard, order: HeadOrder | None
 ) -> VectorParameters:
-    """Of queries and of keys: of one head each, or of all of the rank's."""
+    """The norms of queries and of keys: of one head each, or of all of the rank's."""
     is_wide, dim = attention.qk_norm == "width", attention.head_dim
     counts = (attention.heads, attention.kv_heads) if is_wide else (1, 1)
     spans = tuple(shard.span(count, dim) if is_wide else (0, dim) for count in counts)
@@ -365,8 +364,8 @@ def read_lm_head(decoder: DecoderSpec, source: WeightSource, shard: Shard, embed
 
 
 def mtp_parameters(decoder: DecoderSpec) -> tuple[VectorParameters, VectorParameters, LinearParameters]:
-    """What the MTP layer has before it: the norms of the next token's embedding and of the hidden state, and
-    the matrix that makes one of both."""
+    """The parameters before the MTP layer: the norms of the next token's embedding and of the hidden state,
+    and the matrix that makes one of both."""
     at, hidden = decoder.names.mtp, decoder.hidden_size
     matrix = LinearParameters((f"{at}.fc",), (hidden,), 2 * hidden, bias=False, part=TensorPart())
     of_embedding, of_hidden = (

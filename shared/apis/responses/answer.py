@@ -168,7 +168,7 @@ _UNSAID: Final[Mapping[str, Any]] = {
     "reasoning": Raw(b'{"effort":null,"summary":null}'),
     "text": Raw(b'{"format":{"type":"text"}}'),
 }
-"""What a response has for fields that its request does not have."""
+"""The values of a response for fields that its request does not have."""
 
 
 def outline(sent: Mapping[str, Any] | None = None) -> ResponseObject:

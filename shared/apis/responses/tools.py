@@ -192,7 +192,7 @@ def _is_free(given: Raw | UnsetType) -> bool:
 
 
 class Choosing(Struct, frozen=True):
-    """What a request's choice of tools comes to."""
+    """The meaning of a request's choice of tools."""
 
     choice: ToolChoice
     allowed: frozenset[str] | None = None
