@@ -155,14 +155,6 @@ class DecisionsRequest(GenerationRequest, kw_only=True, dict=True):
             found |= dict.fromkeys(surplus_fields(self.input, fields["input"], "input", "input"))
         return [*found]
 
-    @property
-    def output_tokens_max(self) -> int:
-        return 0
-
-    @property
-    def stated_tokens_max(self) -> None:
-        return None
-
 
 def _check_distinct(choices: Sequence[GivenChoice], where: str) -> None:
     seen: set[tuple[type, str | bool]] = set()

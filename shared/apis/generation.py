@@ -143,12 +143,12 @@ class GenerationRequest(Request, kw_only=True):
     @property
     def output_tokens_max(self) -> int | None:
         """The most tokens of each choice; None leaves it to the context length."""
-        return None
+        return None if self.answers else 0
 
     @property
     def stated_tokens_max(self) -> int | None:
         """The `output_tokens_max` that the caller stated. None where it is a default."""
-        return self.output_tokens_max
+        return self.output_tokens_max if self.answers else None
 
     @property
     def max_tokens_param(self) -> str:

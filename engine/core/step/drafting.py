@@ -201,25 +201,15 @@ class Drafting:
     ) -> None:
         """Add rows for the decodes, by slot, of which those in `due` are to be looked at for drafts.
         `beside_prompts`: prompts may have a part of the step."""
-        self._add_rows(builder, decodes, due, now, beside_prompts)
-        if self.runner.guesses_max:
-            self._ask(builder, decodes, now, beside_prompts)
-
-    def _add_rows(
-        self,
-        builder: PlanBuilder,
-        decodes: dict[int, Sequence],
-        due: list[Sequence],
-        now: float,
-        beside_prompts: bool,
-    ) -> None:
         looks = self._looked_at(due, self.spare_drafts(builder.tokens_left, len(decodes)))
         drafts = self._chosen(looks, builder, decodes, now, beside_prompts) if looks else {}
-        if not drafts:
+        if drafts:
+            builder.add_decodes({slot: each for slot, each in decodes.items() if slot not in drafts})
+            builder.add_verifying({slot: decodes[slot] for slot in drafts}, [*drafts.values()])
+        else:
             builder.add_decodes(decodes)
-            return
-        builder.add_decodes({slot: each for slot, each in decodes.items() if slot not in drafts})
-        builder.add_verifying({slot: decodes[slot] for slot in drafts}, [*drafts.values()])
+        if self.runner.guesses_max:
+            self._ask(builder, decodes, now, beside_prompts)
 
     def foresee(self, sequence: Sequence) -> list[int] | None:
         """The drafts of a sequence with a grammar, behind its newest token; None where it drafts nothing."""
