@@ -92,6 +92,20 @@ class StepTokens:
 
 
 @dataclass(frozen=True, slots=True)
+class StepTables:
+    """The device's memory of sequences, in which a decode step finds its tokens."""
+
+    tokens: Tensor
+    """The known tokens by slot, [slots, more than max_model_len] int32."""
+    page_table: Tensor
+    """The page tables by slot, [slots, pages per sequence] int32."""
+    cache: KVCache
+    attention: DecodePages
+    states: States | None = None
+    """The states by slot, of a model that has them."""
+
+
+@dataclass(frozen=True, slots=True)
 class _Attention:
     rope: int
     """The number of its rope among the model's."""
@@ -148,17 +162,8 @@ class DeviceNetwork(Protocol):
         a model that has them."""
         ...
 
-    def decode(
-        self,
-        inputs: DecodeInputs,
-        tokens: Tensor,
-        page_table: Tensor,
-        cache: KVCache,
-        attention: DecodePages,
-        states: States | None = None,
-    ) -> Tensor | ResidualStream:
-        """A token for each of some slots, from the device's tables by slot, or several where they verify
-        drafts -> what `logits` takes."""
+    def decode(self, inputs: DecodeInputs, kept: StepTables) -> Tensor | ResidualStream:
+        """A token for each of some slots, or several where they verify drafts -> what `logits` takes."""
         ...
 
     def logits(self, hidden: Any, out: Tensor | None = None) -> Tensor:
@@ -239,30 +244,17 @@ class DeviceDecoder:
         factors = None if own is None else tempers(own, step.positions).view(-1)
         return StepRows(residual, angles, step.pages, step.offsets, factors)
 
-    def begin(
-        self, inputs: DecodeInputs, tokens: Tensor, page_table: Tensor, page_size: int
-    ) -> tuple[StepRows, Tensor]:
-        """A decode step's rows and their page tables, gathered from the device's tables by slot."""
-        own = self._embedding, self._frequencies, page_size, self._embed_scale, self._tempering
-        return begin_step(inputs.slots, inputs.lengths, tokens, page_table, *own)
-
     def hidden(
         self, step: StepTokens, cache: KVCache, attend: Attend, states: StepStates | None = None
     ) -> Tensor:
         return self.normed(self.forward(self.rows(step), cache, attend, states))
 
-    def decode(
-        self,
-        inputs: DecodeInputs,
-        tokens: Tensor,
-        page_table: Tensor,
-        cache: KVCache,
-        attention: DecodePages,
-        states: States | None = None,
-    ) -> ResidualStream:
-        step, tables = self.begin(inputs, tokens, page_table, cache.geometry.page_size)
-        attend = attention.on_device(tables, inputs.lengths, inputs.ahead)
-        return self.forward(step, cache, attend, inputs.bound(states))
+    def decode(self, inputs: DecodeInputs, kept: StepTables) -> ResidualStream:
+        page_size = kept.cache.geometry.page_size
+        own = self._embedding, self._frequencies, page_size, self._embed_scale, self._tempering
+        step, tables = begin_step(inputs.slots, inputs.lengths, kept.tokens, kept.page_table, *own)
+        attend = kept.attention.on_device(tables, inputs.lengths, inputs.ahead)
+        return self.forward(step, kept.cache, attend, inputs.bound(kept.states))
 
     def forward(
         self, step: StepRows, cache: KVCache, attend: Attend, states: StepStates | None = None
@@ -532,26 +524,15 @@ class DecodeStep:
     each of their drafts."""
 
     decoder: DeviceNetwork
-    cache: KVCache
-    attention: DecodePages
-    tokens: Tensor
-    """The known tokens by slot, [slots, more than max_model_len] int32."""
-    page_table: Tensor
-    """The page tables, [slots, pages per sequence] int32."""
+    kept: StepTables
     sampling: DeviceSampling
     scratch: SamplingScratch
     launches_dependently: bool = False
     """True if each kernel may start while the one before it ends (`kernels/dependent_launch.py`)."""
-    states: States | None = None
-    """The states by slot, of a model that has them."""
 
     def __call__(self, inputs: DecodeInputs) -> tuple[Tensor, Tensor]:
         """The rows' tokens and log-probabilities, [rows] each, as `DeviceSampler` gives them."""
         with dependent_launches(self.launches_dependently):
-            return self._run(inputs)
-
-    def _run(self, inputs: DecodeInputs) -> tuple[Tensor, Tensor]:
-        tables = self.tokens, self.page_table, self.cache
-        stream = self.decoder.decode(inputs, *tables, self.attention, self.states)
-        sampler = DeviceSampler(self.decoder, self.tokens, self.sampling, self.scratch)
-        return sampler(stream, inputs.slots, inputs.lengths, inputs.ahead)
+            stream = self.decoder.decode(inputs, self.kept)
+            sampler = DeviceSampler(self.decoder, self.kept.tokens, self.sampling, self.scratch)
+            return sampler(stream, inputs.slots, inputs.lengths, inputs.ahead)

@@ -37,6 +37,7 @@ from engine.runtime.device.device_decoder import (
     DeviceModel,
     DeviceNetwork,
     DeviceSampler,
+    StepTables,
 )
 from engine.runtime.device.device_runner import DeviceRunner
 from engine.runtime.device.device_sampling import SamplingScratch
@@ -306,10 +307,10 @@ class DeviceShard:
         spec = AttentionSpec.of(model)
         bounds = Bounds(sampled, info.max_model_len, self.card.multiprocessors, self.together_max)
         decode, prefill = build_backends(self.design.attention, cache, spec, decoder.dtype, bounds)
-        tables = slots.tokens, slots.page_table, slots.sampling
         # one more than there are sequences, for padding rows
         states = States(self.states, info.slots + 1, device) if info.state_bytes else None
-        step = DecodeStep(decoder, cache, decode, *tables, scratch, states=states)
+        kept = StepTables(slots.tokens, slots.page_table, cache, decode, states)
+        step = DecodeStep(decoder, kept, slots.sampling, scratch)
         rows_max = min(info.slots, GRAPH_ROWS_MAX)
         whole = DeviceModel(decoder, cache, decode, prefill, states)
         verified = verify_shapes(self._verify_buckets, decode.together or (self.together_max,))
@@ -333,8 +334,8 @@ class DeviceShard:
         overlapping: DecodeStep | None = None,
         verified: Sequence[StepShape] = (),
     ) -> _Graphs:
-        plan = step.attention.plan
-        return DecodeGraphs(step, buckets, slots.padding_slot, slots.device, plan, overlapping, verified)
+        plan, padding = step.kept.attention.plan, slots.padding_slot
+        return DecodeGraphs(step, buckets, padding, slots.device, plan, overlapping, verified)
 
     def _profile(self) -> MemoryProfile:
         """Run the largest step, and measure the memory that it takes from torch and past torch."""
