@@ -375,9 +375,10 @@ class BoundedConnection(EndsUnread):
         request is refused like any other while the gateway drains.
         """
         transport, waiter = self.transport, self._waiter
+        waits = waiter is not None and not waiter.done()
         if waiter is not None or self._current_request is not None:
             self.close()
-        if transport is not None and waiter is not None and not waiter.done():
+        if transport is not None and waits:
             transport.close()
 
     def abort(self) -> None:

@@ -21,6 +21,7 @@ from engine.runtime.host import sampler
 from engine.runtime.host.philox import uniforms
 from engine.runtime.host.sampler import inverse_cdf
 from engine.runtime.step.seats import HostSlots, SamplingColumns
+from tests.effort import drawn
 
 VOCAB = 40
 SEED = 0x9E3779B97F4A7C15
@@ -146,7 +147,7 @@ ROW = st.tuples(
 Row = tuple[SamplingParams, list[int], list[int], int, set[int] | None]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=drawn(37, whole=750), deadline=None)
 @given(st.lists(ROW, min_size=1, max_size=6))
 def test_every_row_is_drawn_from_its_own_reference_distribution(rows: list[Row]) -> None:
     check_draws(rows)
