@@ -111,9 +111,9 @@ class EngineConfig(RunnerConfig):
     """The longest gap that running streams are to see when prompts are computed beside them. inf: as long as
     max_step_tokens takes."""
     gap_target_priority_ms: Annotated[float, Meta(gt=0.0)] = 50.0
-    """The same while a stream of the class priority runs."""
+    """The longest gap while a stream of the class priority runs."""
     gap_target_flex_ms: Annotated[float, Meta(gt=0.0)] = 500.0
-    """The same while only streams of the class flex run."""
+    """The longest gap while only streams of the class flex run."""
     prompt_share: Annotated[float, Meta(ge=0.05, le=0.9)] = 0.5
     """The least share of the time that prompts have when no gap target can be kept: one half makes gaps at
     most twice as long as without prompts."""

@@ -155,7 +155,7 @@ class Sequence:
     drafter: Drafts | None = None
     """Finds its drafts; None before it is first looked at, and where it drafts nothing."""
     guesser: GuessDrafts | None = None
-    """The same, where the model guesses; else None."""
+    """Has drafts by the model's guesses; None where it makes none."""
     foreseen: Sequence_[int] = ()
     """Where it follows a grammar: the drafts behind which its masks are known."""
     foreseen_why: Sequence_[Sureness] = ()
@@ -169,7 +169,7 @@ class Sequence:
     drafts_from: int = NEVER
     """The computed tokens from which on a plan is to look at it for drafts."""
     looks_from: int = 0
-    """The same for what is drafted before its masks are filled."""
+    """The computed tokens from which on it is looked at for drafts before its masks are filled."""
     drafted: int = 0
     """Drafts that steps verified, or verify."""
     accepted: int = 0
@@ -470,6 +470,6 @@ class Sequence:
 
 
 def due_of(waiting: Iterable[Sequence]) -> list[Sequence]:
-    """Those of sequences without a slot whose `hold` is None. That is spelt out, since thousands may wait
+    """The sequences without a slot whose `hold` is None. That is spelt out, since thousands may wait
     and a call takes three times as long; tests compare the two."""
     return [s for s in waiting if s.paused_at is None and s.awaits is None and s.mask is not None]

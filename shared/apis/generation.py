@@ -33,7 +33,7 @@ class PromptExtension(Unshown):
     prompt_ids: list[list[int]]
     """One list per prompt; a chat has one prompt."""
     predicted_ids: list[int] | UnsetType = UNSET
-    """Those of the text that the caller predicts, where it predicts one."""
+    """The ids of the text that the caller predicts, where it predicts one."""
 
 
 class GenerationRequest(Request, kw_only=True):

@@ -232,7 +232,7 @@ def weigh(body: bytes, holding: Holding) -> Census:
 
 
 async def weigh_long(body: bytes, holding: Holding, threads: FairThreads, tenant: str) -> None:
-    """The same for a body of any length, slice by slice on a thread."""
+    """Weigh a body of any length, slice by slice on a thread."""
     _held(body, await threads.run(tenant, census_slices(body), holds=True), holding)
 
 

@@ -142,7 +142,7 @@ class AskedQuestion(Unshown):
     kind: QuestionKind
     instructions: str
     options: tuple[AskedOption, ...] = ()
-    """Those to choose from, or the levels of a score. Empty for a predicate."""
+    """The options to choose from, or the levels of a score. Empty for a predicate."""
 
     @property
     def text(self) -> str:

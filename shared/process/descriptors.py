@@ -17,7 +17,7 @@ from typing import Final
 RESERVED: Final = 16
 """The descriptors for operators' connections."""
 OWN_MAX: Final = 256
-"""Those for files, pipes, Redis and operators."""
+"""The descriptors for files, pipes, Redis and operators."""
 SHARE: Final = 0.8
 """The part of the others that clients' connections may take: the rest is for connections to engines."""
 

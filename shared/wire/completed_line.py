@@ -161,7 +161,7 @@ class GatewayLine(CompletedLine, kw_only=True):
     attempts: WholeNumber
     """Engines that were asked, one after the other."""
     failed_attempts: Annotated[tuple[FailedAttempt, ...], Meta(max_length=FAILURES_SHOWN_MAX)] | None = None
-    """Those of them that failed, as far as they are the first eight. None where none did."""
+    """The attempts that failed, as far as they are the first eight. None where none did."""
     retry: WholeNumber | None = None
     """The number of tries that the caller's SDK counts before this one. None for the first, and where it
     tells nothing."""

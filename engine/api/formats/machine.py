@@ -334,8 +334,8 @@ class _Reader:
         return self.tables.unclosed if self._is_unclosed else self.tables.text
 
     def _bare(self) -> tuple[int, _Meaning | None, int] | None:
-        """As `_Watch.look` has it: a call without a marker, or white space before what may be one. None if
-        there can be none."""
+        """The place, meaning and length of what is next (`_Watch.look`): a call without a marker, or white
+        space before what may be one. None if there can be none."""
         text, bare = self.source.text, self.tables.bare
         if not (bare and self._at_start) or self.is_reasoning:
             return None

@@ -487,10 +487,10 @@ def _of_first_round(index: int) -> corpus.Conversation:
 
 
 def conversations(count: int = CONVERSATIONS) -> Iterator[Messages]:
-    """Those of the third round."""
+    """The conversations of the third round."""
     return (conversation(index) for index in range(count))
 
 
 def settling(count: int = SETTLING) -> Iterator[Messages]:
-    """Those of the fourth round, most of which are as in the rounds before the third."""
+    """The conversations of the fourth round, most of which are as in the rounds before the third."""
     return (conversation(CONVERSATIONS + index, SETTLING_KEPT_SHARE) for index in range(count))

@@ -88,7 +88,7 @@ class Group:
         return self._parts(x).movedim(0, 1).flatten(1)
 
     def _parts(self, x: Tensor) -> Tensor:
-        """Those of all ranks, [size, *x's shape]."""
+        """The parts of all ranks, [size, *x's shape]."""
         parts = x.new_empty(self.shard.size * len(x), *x.shape[1:])
         with _translated():
             _done(self._backend._allgather_base(parts, x.contiguous(), self._gather))

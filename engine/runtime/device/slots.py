@@ -219,7 +219,7 @@ class DeviceBatch(PackedBatch):
 
     @property
     def ahead(self) -> Ahead | None:
-        """The same on the device."""
+        """The tensors of `drafted`, on the device."""
         if self.drafted is None:
             return None
         before, behind, masked_by = self._sent[6:]

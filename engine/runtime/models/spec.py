@@ -270,12 +270,12 @@ class DecoderSpec:
 
     @property
     def attentions(self) -> tuple[Attention, ...]:
-        """Those of the layers that have keys and values, in their order, which is that of the KV cache."""
+        """The layers that have keys and values, in their order, which is that of the KV cache."""
         return tuple(own.attention for own in self.layers if isinstance(own.attention, Attention))
 
     @property
     def deltas(self) -> tuple[DeltaNet, ...]:
-        """Those of the layers that have a state instead, in their order."""
+        """The layers that have a state instead, in their order."""
         return tuple(own.attention for own in self.layers if isinstance(own.attention, DeltaNet))
 
     @property
@@ -316,7 +316,7 @@ class DecoderSpec:
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """Those of `attentions`."""
+        """The windows of `attentions`."""
         return tuple(own.window for own in self.attentions)
 
     @property

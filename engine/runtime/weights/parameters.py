@@ -95,8 +95,7 @@ class LinearParameters:
         return self._ordered(weight), self._bias(source)
 
     def read_fp8(self, source: WeightSource, device: torch.device) -> tuple[Fp8Weight, Tensor | None]:
-        """The same part, on the device and in fp8: as the checkpoint stores it, or else rounded on the
-        device."""
+        """The part on the device and in fp8: as the checkpoint stores it, or else rounded on the device."""
         held = None
         if isinstance(source, Fp8Source):
             held = source.stack_fp8(self._weights, self.rows, self.columns, part=self.part)
@@ -150,7 +149,7 @@ class VectorParameters:
 
 @dataclass(frozen=True, slots=True)
 class LayerParameters:
-    """Those that a layer has, in the order in which it uses them."""
+    """A layer's parameters, in the order in which it uses them."""
 
     matrices: dict[Matrix, LinearParameters]
     vectors: dict[Vector, VectorParameters]
@@ -296,7 +295,7 @@ def _factors(decoder: DecoderSpec) -> Callable[[Tensor], Tensor]:
 
 
 def _norms(decoder: DecoderSpec, index: int) -> dict[Vector, VectorParameters]:
-    """Those around the layer's blocks."""
+    """The norms around the layer's blocks."""
     names, placing = decoder.names, decoder.layers[index].norms
     return {
         role: _norm(decoder, f"{names.layers}.{index}.{name}.weight")
