@@ -439,7 +439,7 @@ class Scheduler:
         self._allocator.settle(flight)
 
     def _foreseen(self, matched: list[tuple[int, int]]) -> dict[int, list[int]]:
-        """What may follow behind the tokens of sequences with grammars, by handle: they are drafted before
+        """The drafts of sequences with grammars, by handle: they are made before
         their masks are filled, as each needs one."""
         assert self._drafting is not None
         sequences = {handle: self._sequences[handle] for handle, _ in matched}

@@ -183,7 +183,7 @@ class AssistantMessage(Unshown):
     role: Literal["assistant"] = "assistant"
     refusal: None = None
     annotations: tuple[()] = ()
-    """What a web search found. Our engines search none."""
+    """The finds of a web search. Our engines search none."""
     reasoning_content: str | UnsetType = UNSET
     """The model's reasoning, where it reasons."""
     reasoning: str | UnsetType = UNSET

@@ -49,14 +49,14 @@ class PromptExtension(Unshown):
     prompt_ids: list[list[int]]
     """One list per prompt; a chat has one prompt."""
     predicted_ids: list[int] | UnsetType = UNSET
-    """Those of the text that the caller predicts, where it predicts one."""
+    """The ids of the text that the caller predicts, where it predicts one."""
 
 
 class GenerationRequest(Request, kw_only=True):
     """The fields that all of them have, and properties that each API computes from its own."""
 
     operation: ClassVar[str]
-    """What it asks for, as OpenTelemetry names it (`gen_ai.operation.name`)."""
+    """The operation that it asks for, as OpenTelemetry names it (`gen_ai.operation.name`)."""
     prompt_param: ClassVar[str]
     """The name of the field that holds the prompt."""
     answers: ClassVar[bool] = True
@@ -159,12 +159,12 @@ class GenerationRequest(Request, kw_only=True):
     @property
     def output_tokens_max(self) -> int | None:
         """The most tokens of each choice; None leaves it to the context length."""
-        return None
+        return None if self.answers else 0
 
     @property
     def stated_tokens_max(self) -> int | None:
         """The `output_tokens_max` that the caller stated. None where it is a default."""
-        return self.output_tokens_max
+        return self.output_tokens_max if self.answers else None
 
     @property
     def max_tokens_param(self) -> str:

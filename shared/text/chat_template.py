@@ -134,7 +134,7 @@ class ChatTemplate:
         self._source, self._special_tokens, self._clock = source, special_tokens, clock
         self._defaults = dict(defaults)
         self._compiled: CompiledTemplate | None = None
-        """What renders in place. None where nothing is."""
+        """The template that is rendered in place. None where none is."""
         self._apart = RENDERER
         """The process for long chats."""
         if len(source) > SOURCE_LEN_MAX:

@@ -399,7 +399,7 @@ class EngineExchange:
 
 
 def _of_prediction(tally: Tally) -> dict[str, int]:
-    """What became of what the caller predicted, where anything of it was tried."""
+    """The counts of the caller's predicted tokens that were right and wrong; empty where none was tried."""
     if not (tally.predicted or tally.mispredicted):
         return {}
     return {

@@ -76,7 +76,7 @@ class NGrams:
         return end
 
     def find(self, tokens: array[int], most: int) -> Found | None:
-        """What followed the newest tokens last time, `most` tokens of it at most, and again from its
+        """The tokens that followed the newest ones last time, `most` at most, and again from their
         beginning where it reaches the end. None where they are new. All tokens must be known."""
         assert self.known_len == len(tokens)
         for n, table in zip(LEVELS, self._tables, strict=True):
