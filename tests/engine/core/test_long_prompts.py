@@ -38,8 +38,8 @@ def beside_streams(
     service_class: ServiceClass = ServiceClass.DEFAULT,
     to_the_end: bool = False,
 ) -> tuple[list[Outcome], list[Outcome]]:
-    """The outcomes of `prompts`, and of the streams that run when these arrive, until the prompts, or all, are
-    answered."""
+    """The outcomes of `prompts`, and of the streams that run when these arrive, until the prompts have been
+    answered, or all have."""
     streams = [Request(0.0, 60, 1000, service_class=service_class) for _ in range(STREAMS)]
     outcomes = run([*streams, *prompts], engine, slice(0 if to_the_end else STREAMS, None)).outcomes
     return outcomes[STREAMS:], outcomes[:STREAMS]
