@@ -82,12 +82,12 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return Weights("qwen3_5_text", vocab=VOCAB_SIZE).saved(tmp_path_factory.mktemp("hybrid"), **HYBRID)
 
 
-@pytest.mark.parametrize("way", ["states", *some(["swaps", "recomputes"], usual=1)])
+@pytest.mark.parametrize("way", ["states", *some(["swaps", "recomputes"], usual=0)])
 def test_one_step_ahead_on_a_device_is_a_cpu_step_by_step(
     tiny_model: MakeModel, hybrid: Path, way: str
 ) -> None:
     path, swaps = hybrid if way == "states" else tiny_model("qwen3", **SMALL), way == "swaps"
-    outputs = 8 if way == "states" else 12
+    outputs = 8 if way == "states" else 24
     host = load(path, kernels="torch", **SETTINGS)
     scheduler = knowing(Scheduler(CONFIG, seen(host.info, swaps)), COPIES_ARE_CHEAP)
     tokens, logprobs = all_said(serve(scheduler, host, requests(outputs)))
@@ -119,9 +119,9 @@ def test_drafts_change_no_token_on_a_device(tiny_model: MakeModel, right_share: 
     wait for steps in flight, or do not; launches wait for nothing."""
     path, rng = tiny_model("qwen3", **SMALL), random.Random(4)
     added = []
-    for handle, asked in enumerate((*COMPANY, *COMPANY[:1])):
+    for handle, asked in enumerate((*COMPANY, *COMPANY[:3])):
         prompt = rng.choices(range(VOCAB_SIZE), k=rng.choice((1, 15, 16, 30)))
-        sampling = SamplingParams(**{"seed": handle, "max_tokens": 16, "logprobs": handle % 2} | asked)
+        sampling = SamplingParams(**{"seed": handle, "max_tokens": 20, "logprobs": handle % 2} | asked)
         grammar = f"grammar {handle}" if handle % 3 == 1 else ""
         added.append(AddSequence(handle, f"req-{handle}", prompt, sampling, grammar=grammar))
     host = load(path, kernels="torch", **SETTINGS)
@@ -154,7 +154,7 @@ def test_drafts_change_no_token_on_a_device(tiny_model: MakeModel, right_share: 
         assert logprobs_drafted[handle] == pytest.approx(values, abs=TOLERANCE)
     assert steps[-1].stats.preemptions > 0
     verified, right = sum(each.verified for each in drafters), sum(each.right for each in drafters)
-    assert verified > 25
+    assert verified > 40
     assert right > 0.2 * right_share * verified
 
 

@@ -30,7 +30,7 @@ SETTINGS: dict[str, Any] = {
     "dtype": "float32",
     "page_size": 16,
     "max_num_seqs": 2,
-    "max_step_tokens": 40,
+    "max_step_tokens": 16,
     "max_model_len": 64,
 }
 TOLERANCE = 1e-4
@@ -52,14 +52,14 @@ def test_two_ranks_with_graphs(
     monkeypatch.setattr(parallel_ranks, "MODULE", device_rank.__name__)
     monkeypatch.setattr(loading, "load_shard", device_rank.load_shard)
     alone = load(path, kernels="torch", **SETTINGS)
-    tokens, logprobs = all_said(serve(scheduler_of(alone), alone, requests(8)[:2]))
+    tokens, logprobs = all_said(serve(scheduler_of(alone), alone, requests(5)[:2]))
     config = RunnerConfig(str(path), tensor_parallel_size=2, threads=1, **SETTINGS)
     reasons: list[str] = []
     runner = leader.lead(config, lambda stage: None, reasons.append)
     try:
         assert isinstance(runner.own, DeviceRunner)
         assert runner.info.is_async
-        found, found_logprobs = all_said(serve_overlapped(scheduler_of(runner), runner, requests(8)[:2]))
+        found, found_logprobs = all_said(serve_overlapped(scheduler_of(runner), runner, requests(5)[:2]))
     finally:
         runner.close()
     assert found == tokens
