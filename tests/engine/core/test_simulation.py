@@ -115,8 +115,8 @@ WORLDS = {
     "one prompt, many children": SimConfig(prefixes=1, n_max=8, requests=25, salts=1),
 }
 SEEDS = drawn(1, whole=4)
-SEEDS_WILD = drawn(2, whole=4)
-"""Of the worlds in `WILD`: what they are named for takes some luck."""
+SEEDS_MAX = 4
+"""Of the worlds in `WILD`: what they are named for takes some luck, and no more seeds than that."""
 SEEDS_OVERLAPPED = drawn(1, whole=3)
 
 
@@ -124,11 +124,11 @@ SEEDS_OVERLAPPED = drawn(1, whole=3)
 def test_laws_hold_in_every_world(world: str) -> None:
     """The laws hold with plain and with overlapped steps, and both give a sequence the same tokens, up to the
     shorter of the two outputs: an abort or a deadline may find it at another token."""
-    seeds = SEEDS_WILD if world in WILD else SEEDS
-    plain = [simulate(seed, WORLDS[world]) for seed in range(seeds)]
-    assert sum(len(report.lives) for report in plain) >= 50 * seeds
-    if world in WILD:
-        assert WILD[world](plain), "what the world is named for did not happen: it would prove nothing"
+    plain = [simulate(seed, WORLDS[world]) for seed in range(SEEDS)]
+    while world in WILD and not WILD[world](plain):
+        assert len(plain) < SEEDS_MAX, "what the world is named for did not happen: it would prove nothing"
+        plain.append(simulate(len(plain), WORLDS[world]))
+    assert sum(len(report.lives) for report in plain) >= 50 * len(plain)
     for seed in range(SEEDS_OVERLAPPED):
         simulation = OverlappedSimulation(random.Random(seed), WORLDS[world])
         report = simulation.run()
