@@ -19,6 +19,7 @@ from tests.effort import some
 from tests.engine.models import VOCAB_SIZE
 from tests.engine.runtime.config_oracle import Weights
 from tests.engine.runtime.conftest import MakeModel, load
+from tests.engine.runtime.device.card import cold
 from tests.engine.runtime.device.test_runner import HYBRID, SMALL
 from tests.engine.runtime.device.test_with_scheduler import requests
 from tests.engine.runtime.parallel import device_rank
@@ -55,7 +56,8 @@ def test_two_ranks_with_graphs(
     tokens, logprobs = all_said(serve(scheduler_of(alone), alone, requests(5)[:2]))
     config = RunnerConfig(str(path), tensor_parallel_size=2, threads=1, **SETTINGS)
     reasons: list[str] = []
-    runner = leader.lead(config, lambda stage: None, reasons.append)
+    with cold():
+        runner = leader.lead(config, lambda stage: None, reasons.append)
     try:
         assert isinstance(runner.own, DeviceRunner)
         assert runner.info.is_async
