@@ -269,7 +269,8 @@ class DenseKeys(msgspec.Struct, frozen=True, kw_only=True):
         if self.layer_types is not None and len(self.layer_types) != self.num_hidden_layers:
             yield f"layer_types has {len(self.layer_types)} entries for {self.num_hidden_layers} layers"
         if self.also_kinds and FULL_ATTENTION not in self.kinds:
-            yield f"layers without {FULL_ATTENTION} among them are not supported"
+            key = "layer_types" if self.layer_types or not self.period_key else self.period_key
+            yield f"{key}: layers without {FULL_ATTENTION} among them are not supported"
         if self.window is not None and self.window < WINDOW_MIN:
             yield f"sliding_window must be at least {WINDOW_MIN}"
         if self.window is None and self.slides and SLIDING_ATTENTION in self.kinds:

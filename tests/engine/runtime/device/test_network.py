@@ -129,7 +129,7 @@ def _logprobs(path: Path, by_tiles: bool) -> Tensor:
     return torch.cat(found).log_softmax(-1)
 
 
-@pytest.mark.parametrize("tiles", [False, True])
+@pytest.mark.parametrize("tiles", some([True, False], usual=1))
 def test_decode_steps_from_the_device_go_on_where_the_runner_stopped(
     tiny_model: MakeModel, tiles: bool
 ) -> None:
