@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -17,6 +18,7 @@ from typing import Final
 import httpx
 import msgspec
 
+from tests.bench.cpu import descendants
 from tests.bench.figures import Figure, exit_code, figure, write
 from tests.bench.figures import Target as Bound
 
@@ -79,8 +81,22 @@ def server(
             _wait_until_healthy(name, process, f"http://127.0.0.1:{port}{health}", start_s, Path(log.name))
             yield Other(name, f"http://127.0.0.1:{port}/v1", process.pid)
         finally:
-            process.terminate()
-            process.wait(STOP_S)
+            _stop(process)
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """End it; with all that it has started, where it does not end in time."""
+    if process.poll() is not None:
+        return
+    own = descendants(process.pid)
+    process.terminate()
+    try:
+        process.wait(STOP_S)
+    except subprocess.TimeoutExpired:
+        for pid in own:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        process.wait()
 
 
 def _wait_until_healthy(
