@@ -65,9 +65,9 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
 
 
 def pytest_xdist_auto_num_workers() -> int:
-    """One process more than there are cores: a third of the suite's time is waiting for services that start,
-    stop and die."""
-    return (os.cpu_count() or 1) + 1
+    """Two processes more than there are cores: a third of the suite's time is waiting for services that
+    start, stop and die."""
+    return (os.cpu_count() or 1) + 2
 
 
 SLOW_FOLDERS = ("tests/neighbours/", "tests/engine/runtime/device/")

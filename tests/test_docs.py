@@ -192,9 +192,9 @@ def engine_port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def marks_of(page: Path) -> list[pytest.MarkDecorator]:
-    """Every run follows the first hour and every second page; `.ci/nightly` follows all."""
+    """Every run follows the first hour and every third page; `.ci/nightly` follows all."""
     marks = [pytest.mark.network] if page.name in OF_A_CLUSTER else []
-    return marks if page == FIRST or PAGES.index(page) % 2 else [*marks, pytest.mark.nightly]
+    return marks if page == FIRST or PAGES.index(page) % 3 == 2 else [*marks, pytest.mark.nightly]
 
 
 @pytest.mark.slow

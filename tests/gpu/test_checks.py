@@ -58,6 +58,7 @@ def test_sampling_of_drafts() -> None:
     assert max(kernels.sampling_of_drafts(1.0, True)["stay"]) > 2
 
 
+@pytest.mark.nightly
 def test_delta_nets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "DELTA_ROWS", ((7, 1), (0, 1), (50, 40)))
     (net,) = kernels.DELTA_FLOAT32

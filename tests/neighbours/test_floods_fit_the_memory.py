@@ -42,7 +42,7 @@ from tests.bench.gateway.neighbourhood import (
 )
 from tests.bench.gateway.paced_engine import MODEL as PACED
 from tests.bench.gateway.subjects import ServerUnderTest, paced_engine
-from tests.effort import some
+from tests.effort import drawn, some
 from tests.services import (
     PATIENCE_S,
     Service,
@@ -54,8 +54,8 @@ from tests.services import (
     until,
 )
 
-SLOW: Final = 500
-READERS: Final = 200
+SLOW: Final = drawn(100, whole=500)
+READERS: Final = drawn(40, whole=200)
 LIVE_MAX: Final = 1024
 SUMMANDS: Final = REQUEST_MEMORY, LIVE_MAX, TOKENIZER_THREADS, CONNECTIONS_MAX
 FULL: Final = REQUEST_MEMORY * 3 // 4
@@ -95,7 +95,7 @@ GUESSES: Final = Attack(
     "keys that are guessed",
     Law.RESERVATION,
     partial(digits, 1000),
-    count=500,
+    count=drawn(100, whole=500),
     at_once=50,
     who=(Who.STRANGER,),
     statuses=frozenset({401}),
@@ -132,7 +132,7 @@ def no_more_memory(pid: int, size: int) -> Iterator[None]:
 
 @asynccontextmanager
 async def half_heads(url: str) -> AsyncIterator[None]:
-    """500 connections that have sent half of a request's head."""
+    """As many connections as slow bodies that have sent half of a request's head."""
     address = urlsplit(url)
     tls = ssl._create_unverified_context() if address.scheme == "https" else None
     loop = asyncio.get_running_loop()

@@ -50,7 +50,7 @@ from engine.runtime.kernels.fused import (
     sigmoid_mul,
 )
 from engine.runtime.kernels.matmul import Weight
-from engine.runtime.models.pieces import lacking
+from engine.runtime.models.pieces import EVERYWHERE, lacking
 from engine.runtime.models.rotary import Rotary
 from engine.runtime.models.spec import Attention, DecoderSpec, DeltaNet
 from engine.runtime.reference.delta_net import StepStates
@@ -72,22 +72,15 @@ from engine.runtime.weights.parameters import (
     DeltaWeights,
     LinearParameters,
     Matrix,
-    NormRole,
+    Vector,
     final_norm,
     layer_parameters,
     read_embedding,
     read_lm_head,
 )
 
-IMPLEMENTED: Final = frozenset(
-    {"norm.kind rms", "layer.norms before", "mlp.act silu", "mlp.bias", "attention.window", "attention.bias"}
-    | {"attention.out_bias", "attention.qk_norm heads", "tied_embeddings", "fp8 Fp8Scheme"}
-    | {"attention.qk_norm rotated heads", "attention.output_gate", "deltanet.gate silu"}
-    | {"attention.qk_norm width", "attention.tempering Tempering"}
-    | {"layer.norms both", "layer.norms behind", "mlp.act gelu_tanh", "mlp.act relu2", "mlp.gated no"}
-    | {"embed_scale", "residual_scale", "logit_scale", "logit_softcap"}
-)
-"""The pieces of models (`engine.runtime.models.pieces`) that the kernels implement, called as below."""
+IMPLEMENTED: Final = EVERYWHERE
+"""The pieces of models that the kernels implement, called as below."""
 
 Attend = Callable[[int, Tensor], Tensor]
 """(layer, queries [T, H, D]) -> the same shape; keys and values are in the cache."""
@@ -106,6 +99,20 @@ class StepTokens:
 
 
 @dataclass(frozen=True, slots=True)
+class StepTables:
+    """The device's memory of sequences, in which a decode step finds its tokens."""
+
+    tokens: Tensor
+    """The known tokens by slot, [slots, more than max_model_len] int32."""
+    page_table: Tensor
+    """The page tables by slot, [slots, pages per sequence] int32."""
+    cache: KVCache
+    attention: DecodePages
+    states: States | None = None
+    """The states by slot, of a model that has them."""
+
+
+@dataclass(frozen=True, slots=True)
 class _Attention:
     rope: int
     """The number of its rope among the model's."""
@@ -119,13 +126,13 @@ class _Attention:
 @dataclass(frozen=True, slots=True)
 class _Layer:
     inputs: DeviceLinear
-    """Of attention queries, keys, values and gates; of a delta net all that it takes."""
+    """The product for attention's queries, keys, values and gates, or for all that a delta net takes."""
     attention: _Attention | DeltaLayer
     place: int
     """Its number among the layers with keys and values, or among those with a state."""
     output: DeviceLinear
     post_norm: Norm | None
-    """Of what attention, or the delta net, adds to the stream."""
+    """Norms what attention, or the delta net, adds to the stream."""
     gate_up: DeviceLinear
     down: DeviceLinear
     mlp_post_norm: Norm | None
@@ -162,17 +169,8 @@ class DeviceNetwork(Protocol):
         a model that has them."""
         ...
 
-    def decode(
-        self,
-        inputs: DecodeInputs,
-        tokens: Tensor,
-        page_table: Tensor,
-        cache: KVCache,
-        attention: DecodePages,
-        states: States | None = None,
-    ) -> Tensor | ResidualStream:
-        """A token for each of some slots, from the device's tables by slot, or several where they verify
-        drafts -> what `logits` takes."""
+    def decode(self, inputs: DecodeInputs, kept: StepTables) -> Tensor | ResidualStream:
+        """A token for each of some slots, or several where they verify drafts -> what `logits` takes."""
         ...
 
     def logits(self, hidden: Any, out: Tensor | None = None) -> Tensor:
@@ -213,7 +211,7 @@ class DeviceDecoder:
             read_embedding(config, source).to(device) if beside is None else beside.embedding
         )
         self._embed_scale = float(torch.tensor(config.embed_scale, dtype=self.embedding.dtype))
-        """As transformers has it, rounded to the embedding's type."""
+        """The factor is rounded to the embedding's type, as in transformers."""
         self._layers = [load.layer(layer) for layer in range(len(config.layers))]
         norm = load.norm(final_norm(config).read(source))
         self._lm_head: DeviceLinear = (
@@ -263,30 +261,17 @@ class DeviceDecoder:
         """cos and sin of positions [T], for each kind of layer."""
         return [rotary.angles(positions, torch.float32) for rotary in self._rotaries]
 
-    def begin(
-        self, inputs: DecodeInputs, tokens: Tensor, page_table: Tensor, page_size: int
-    ) -> tuple[StepRows, Tensor]:
-        """A decode step's rows and their page tables, gathered from the device's tables by slot."""
-        own = self.embedding, self._frequencies, page_size, self._embed_scale, self._tempering
-        return begin_step(inputs.slots, inputs.lengths, tokens, page_table, *own)
-
     def hidden(
         self, step: StepTokens, cache: KVCache, attend: Attend, states: StepStates | None = None
     ) -> Tensor:
         return self.normed(self.forward(self.rows(step), cache, attend, states))
 
-    def decode(
-        self,
-        inputs: DecodeInputs,
-        tokens: Tensor,
-        page_table: Tensor,
-        cache: KVCache,
-        attention: DecodePages,
-        states: States | None = None,
-    ) -> ResidualStream:
-        step, tables = self.begin(inputs, tokens, page_table, cache.geometry.page_size)
-        attend = attention.on_device(tables, inputs.lengths, inputs.ahead)
-        return self.forward(step, cache, attend, inputs.bound(states))
+    def decode(self, inputs: DecodeInputs, kept: StepTables) -> ResidualStream:
+        page_size = kept.cache.geometry.page_size
+        own = self.embedding, self._frequencies, page_size, self._embed_scale, self._tempering
+        step, tables = begin_step(inputs.slots, inputs.lengths, kept.tokens, kept.page_table, *own)
+        attend = kept.attention.on_device(tables, inputs.lengths, inputs.ahead)
+        return self.forward(step, kept.cache, attend, inputs.bound(kept.states))
 
     def forward(
         self, step: StepRows, cache: KVCache, attend: Attend, states: StepStates | None = None
@@ -370,7 +355,7 @@ class DeviceDecoder:
         return logits if out is None else out.copy_(logits)
 
     def _shaped(self, logits: Tensor) -> Tensor:
-        """What the model makes of the head's products, in place."""
+        """The head's products, scaled and capped in place."""
         scale, cap = self.config.logit_scale, self.config.logit_softcap
         if scale != 1.0:
             logits.mul_(scale)
@@ -422,44 +407,40 @@ class _Loader:
 
     def layer(self, layer: int) -> _Layer:
         own = layer_parameters(self.config, layer, self.shard)
-        norms = {role: each.read(self.source) for role, each in own.norms.items()}
+        norms = {role: each.read(self.source).to(self.device) for role, each in own.vectors.items()}
         attention, mlp = self.share.layers[layer].attention, self.share.layers[layer].mlp
         mixing: _Attention | DeltaLayer
         if isinstance(attention, DeltaNet):
             inputs, eps = own.matrices[Matrix.DELTA], self.config.norm.eps
-            weights = DeltaWeights.read(own.delta, self.source).to(self.device)
-            mixing = DeltaLayer(attention, weights, eps)
+            mixing = DeltaLayer(attention, DeltaWeights.of(norms), eps)
         else:
-            inputs, mixing = own.matrices[Matrix.QKV], self._attention(attention, norms.get(NormRole.QK))
+            inputs, mixing = own.matrices[Matrix.QKV], self._attention(attention, norms.get(Vector.QK_NORM))
         return _Layer(
-            inputs=self._linear(inputs, norms.get(NormRole.ATTENTION)),
+            inputs=self._linear(inputs, norms.get(Vector.ATTENTION_NORM)),
             attention=mixing,
             place=self.config.places[layer],
             output=self._linear(own.matrices[Matrix.OUTPUT]),
-            post_norm=self._post_norm(norms.get(NormRole.ATTENTION_POST)),
+            post_norm=self.norm(norms.get(Vector.ATTENTION_POST_NORM)),
             gate_up=replace(
-                self._linear(own.matrices[Matrix.GATE_UP], norms.get(NormRole.MLP)),
+                self._linear(own.matrices[Matrix.GATE_UP], norms.get(Vector.MLP_NORM)),
                 gated=mlp.gated,
                 gelu=mlp.act == "gelu_tanh",
             ),
             down=self._linear(own.matrices[Matrix.DOWN]),
-            mlp_post_norm=self._post_norm(norms.get(NormRole.MLP_POST)),
+            mlp_post_norm=self.norm(norms.get(Vector.MLP_POST_NORM)),
         )
-
-    def _post_norm(self, weight: Tensor | None) -> Norm | None:
-        return None if weight is None else self.norm(weight)
 
     def _attention(self, own: Attention, norm: Tensor | None) -> _Attention:
         qk_norm = None
         if norm is not None:
             counts = (own.heads, own.kv_heads) if own.qk_norm == "width" else (1, 1)
-            q_weight, k_weight = norm.to(self.device).split([count * own.head_dim for count in counts])
+            q_weight, k_weight = norm.split([count * own.head_dim for count in counts])
             qk_norm = QKNorm(q_weight, k_weight, self.config.norm.eps, own.qk_norm == "rotated heads")
         wide = (own.heads, own.kv_heads) if own.qk_norm == "width" else None
         return _Attention(self.config.ropes.index(own.rope), qk_norm, own.output_gate, wide)
 
-    def norm(self, weight: Tensor) -> Norm:
-        return Norm(weight.to(self.device).float(), self.config.norm.eps)
+    def norm(self, weight: Tensor | None) -> Norm | None:
+        return None if weight is None else Norm(weight.to(self.device).float(), self.config.norm.eps)
 
     def _linear(self, parameters: LinearParameters, norm: Tensor | None = None) -> DeviceLinear:
         """`norm`: the weight [hidden] of the norm before the product; None where there is no norm."""
@@ -471,7 +452,7 @@ class _Loader:
         return DeviceLinear(
             weight.to(self.device),
             None if bias is None else bias.to(self.device),
-            None if norm is None else self.norm(norm),
+            self.norm(norm),
         )
 
 
@@ -485,7 +466,7 @@ class DeviceModel:
     decode: DecodePages
     prefill: PrefillPages
     states: States | None = None
-    """Of a model that has them, by slot."""
+    """The states by slot, of a model that has them."""
 
     def forward(self, batch: PackedBatch) -> Tensor:
         """The final hidden states [T, hidden], on the device. Host tensors of the batch are copied without
@@ -592,32 +573,23 @@ class DecodeStep:
     each of their drafts."""
 
     decoder: DeviceNetwork
-    cache: KVCache
-    attention: DecodePages
-    tokens: Tensor
-    """The known tokens by slot, [slots, more than max_model_len] int32."""
-    page_table: Tensor
-    """The page tables, [slots, pages per sequence] int32."""
+    kept: StepTables
     sampling: DeviceSampling
     scratch: SamplingScratch
     launches_dependently: bool = False
     """True if each kernel may start while the one before it ends (`kernels/dependent_launch.py`)."""
-    states: States | None = None
-    """Of a model that has them, by slot."""
     hidden: Tensor | None = None
     """A place for the final hidden states, [rows, hidden], where an MTP layer goes on from them."""
 
     def __call__(self, inputs: DecodeInputs) -> tuple[Tensor, Tensor]:
         """The rows' tokens and log-probabilities, [rows] each, as `DeviceSampler` gives them."""
         with dependent_launches(self.launches_dependently):
-            return self._run(inputs)
-
-    def _run(self, inputs: DecodeInputs) -> tuple[Tensor, Tensor]:
-        tables = self.tokens, self.page_table, self.cache
-        stream = self.decoder.decode(inputs, *tables, self.attention, self.states)
-        sampler = DeviceSampler(self.decoder, self.tokens, self.sampling, self.scratch, self.states)
-        if self.hidden is not None:
-            assert isinstance(self.decoder, DeviceDecoder)
-            assert isinstance(stream, ResidualStream)
-            stream = self.hidden[: len(inputs.slots)].copy_(self.decoder.normed(stream))
-        return sampler(stream, inputs.slots, inputs.lengths, inputs.ahead)
+            stream = self.decoder.decode(inputs, self.kept)
+            sampler = DeviceSampler(
+                self.decoder, self.kept.tokens, self.sampling, self.scratch, self.kept.states
+            )
+            if self.hidden is not None:
+                assert isinstance(self.decoder, DeviceDecoder)
+                assert isinstance(stream, ResidualStream)
+                stream = self.hidden[: len(inputs.slots)].copy_(self.decoder.normed(stream))
+            return sampler(stream, inputs.slots, inputs.lengths, inputs.ahead)

@@ -38,7 +38,7 @@ from engine.runtime.step.kv_cache import KVCache
 from engine.runtime.step.protocols import DecodePages
 from engine.runtime.step.result_tensors import GuessColumns
 from engine.runtime.weights.checkpoint import WeightSource
-from engine.runtime.weights.parameters import MtpParameters
+from engine.runtime.weights.parameters import mtp_parameters
 
 
 class DeviceMtpLayer:
@@ -54,14 +54,14 @@ class DeviceMtpLayer:
         ranks: Collective,
     ) -> None:
         """`config` describes the whole model, which has such a layer, and whose network is `model`."""
-        before, device = MtpParameters.of(config), model.device
+        of_embedding, of_hidden, matrix = mtp_parameters(config)
+        device = model.device
         self.body: Final = DeviceDecoder(config.mtp_body, source, device, fp8=fp8, ranks=ranks, beside=model)
-        norms = before.embedding_norm.read(source), before.hidden_norm.read(source)
-        self._norms: Final = [norm.to(device).float() for norm in norms]
+        self._norms: Final = [norm.read(source).to(device).float() for norm in (of_embedding, of_hidden)]
         self._eps: Final = config.norm.eps
-        matrix, bias = before.matrix.read(source)
+        weight, bias = matrix.read(source)
         assert bias is None
-        self._fc: Final = DeviceLinear(matrix.to(device))
+        self._fc: Final = DeviceLinear(weight.to(device))
         self._model: Final = model
 
     @property

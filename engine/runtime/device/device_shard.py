@@ -20,7 +20,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from typing import Final
 
 import msgspec
@@ -38,6 +37,7 @@ from engine.runtime.device.device_decoder import (
     DeviceModel,
     DeviceNetwork,
     DeviceSampler,
+    StepTables,
 )
 from engine.runtime.device.device_mtp import DeviceMtp, DeviceMtpLayer
 from engine.runtime.device.device_runner import DeviceRunner
@@ -62,6 +62,7 @@ from engine.runtime.kernels.autotune import MatmulTable
 from engine.runtime.kernels.decode_attention import query_counts
 from engine.runtime.kernels.dependent_launch import dependent_launches
 from engine.runtime.models.spec import DecoderSpec
+from engine.runtime.reference.torch_decoder import TorchDecoder
 from engine.runtime.setup.backends import Backend, BackendChoice, Chosen, Need, choose
 from engine.runtime.setup.hardware import usable_cores
 from engine.runtime.setup.model_errors import BadRunnerConfig, DoesNotFit, UnsupportedModel
@@ -72,7 +73,7 @@ from engine.runtime.start.starting import (
     choose_dtype,
     choose_max_model_len,
     dtype_name,
-    embedder_of,
+    load_pooler,
     read_model,
     set_threads,
     start_alone,
@@ -83,7 +84,6 @@ from engine.runtime.step.kv_cache import (
     KVCache,
     KVGeometry,
     page_count,
-    state_place_count,
     useful_pages,
     useful_states,
     useful_windows,
@@ -146,7 +146,7 @@ class Design:
         """The design for this model on this card. Raises UnsupportedModel where no network computes the
         model, BadRunnerConfig where the card cannot do what is asked for."""
         lacks = DeviceDecoder.implements(model)
-        if lacks is not None and (reason := TorchOnDevice.implements(model)) is not None:
+        if lacks is not None and (reason := TorchDecoder.implements(model)) is not None:
             raise UnsupportedModel(f"no network computes this model on a GPU: {reason}")
         if lacks is not None and config.weights == "fp8":
             raise BadRunnerConfig(f"weights=fp8 needs the Triton kernels: {lacks}")
@@ -276,20 +276,12 @@ class DeviceShard:
         arithmetic = f"{kernels}, {design.attention.arithmetic}, {design.precision}, {shards} shards"
         arithmetic += "" if self.mtp is None else ", MTP"
         sizes = self.geometry, self.decoder.dtype, self.max_model_len, pages
-        info = untimed_info(design.config, self.model, *sizes, arithmetic)
-        state_bytes = self.states.slot_bytes
-        places = state_place_count(design.config, self.geometry, self.max_model_len, pages, state_bytes)
+        rest = arithmetic, self.states.slot_bytes, self.pooler
+        info = untimed_info(design.config, self.model, *sizes, *rest)
         together, windows = self.drafts_together, 0
-        if state_bytes:
-            together = windows = window_count(together, self.geometry, pages, state_bytes)
-        info = msgspec.structs.replace(
-            info,
-            is_async=True,
-            state_bytes=state_bytes,
-            state_places=places,
-            vector_len=0 if self.pooler is None else self.pooler.vector_len,
-        )
-        return self._drafting(info, together, windows)
+        if info.state_bytes:
+            together = windows = window_count(together, self.geometry, pages, info.state_bytes)
+        return self._drafting(msgspec.structs.replace(info, is_async=True), together, windows)
 
     def _verify_buckets(self, drafts: int) -> tuple[int, ...]:
         """The padded numbers of tokens of steps in which rows verify drafts, so many at most."""
@@ -363,7 +355,6 @@ class DeviceShard:
         spec = AttentionSpec.of(model)
         bounds = Bounds(sampled, info.max_model_len, self.card.multiprocessors, self.together_max)
         decode, prefill = build_backends(self.design.attention, cache, spec, decoder.dtype, bounds)
-        tables = slots.tokens, slots.page_table, slots.sampling
         states = None
         if info.state_bytes:  # one more than there are sequences, for padding rows
             cells = info.slots + 1, device, info.state_windows
@@ -372,7 +363,8 @@ class DeviceShard:
         if self.mtp is not None:
             hidden = torch.empty(sampled, model.hidden_size, dtype=decoder.dtype, device=device)
             mtp = self._bound_mtp(self.mtp, cache, slots, scratch)
-        step = DecodeStep(decoder, cache, decode, *tables, scratch, states=states, hidden=hidden)
+        kept = StepTables(slots.tokens, slots.page_table, cache, decode, states)
+        step = DecodeStep(decoder, kept, slots.sampling, scratch, hidden=hidden)
         rows_max = min(info.slots, GRAPH_ROWS_MAX)
         whole = DeviceModel(decoder, cache, decode, prefill, states)
         buckets = self._verify_buckets(info.drafts_together)
@@ -411,8 +403,8 @@ class DeviceShard:
         overlapping: DecodeStep | None = None,
         verified: Sequence[StepShape] = (),
     ) -> _Graphs:
-        plan = step.attention.plan
-        return DecodeGraphs(step, buckets, slots.padding_slot, slots.device, plan, overlapping, verified)
+        plan, padding = step.kept.attention.plan, slots.padding_slot
+        return DecodeGraphs(step, buckets, padding, slots.device, plan, overlapping, verified)
 
     def _profile(self) -> MemoryProfile:
         """Run the largest step, and measure the memory that it takes from torch and past torch."""
@@ -568,9 +560,7 @@ def load_shard(
     at_start = card.memory()
     with rehearsed(card, partial(rehearse, design, Blueprint.of(card), ranks.shard), threads) as compiled:
         shard = DeviceShard.load(design, source, card, ranks, at_start)
-        if (embedder := embedder_of(config)) is not None:
-            parts = Path(config.model), model.hidden_size, card.device
-            shard = replace(shard, pooler=Pooler.load(embedder, *parts))
+        shard = replace(shard, pooler=load_pooler(config, model, card.device))
         if said := design.precision.describe(model, shard.kv_scales):
             progress(said)
         progress(compiled())

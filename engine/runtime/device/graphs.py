@@ -176,7 +176,7 @@ class Drafted(NamedTuple):
 
 
 class StepShape(NamedTuple):
-    """What a step is captured for."""
+    """The numbers of rows and tokens that a step is captured for."""
 
     rows: int
     """Rows, or tokens where rows verify drafts."""

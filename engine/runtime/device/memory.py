@@ -23,7 +23,8 @@ class MemoryProfile:
     free_at_start: int
     """Free memory before this process took any: the rest belongs to other processes."""
     weights: int
-    """With what a start sets aside beside them and the KV cache: tables and states of all slots."""
+    """The weights, and what a start sets aside beside them and the KV cache: tables and states of all
+    slots."""
     step_peak: int
     """The most memory that the step held beyond the weights."""
     outside_torch: int

@@ -190,7 +190,7 @@ class DeviceBatch(PackedBatch):
 
     @property
     def streams(self) -> tuple[Sequence[int], Sequence[int]]:
-        """Of rows that decode or verify alone: the slot of each token, and the keys that it sees."""
+        """The slot of each token of rows that decode or verify, and the number of keys that it sees."""
         slots, ends = self.plan.slots, [row.end for row in self.rows]
         if self.drafted is None:
             return slots, ends
@@ -219,7 +219,7 @@ class DeviceBatch(PackedBatch):
 
     @property
     def ahead(self) -> Ahead | None:
-        """The same on the device."""
+        """The tensors of `drafted`, on the device."""
         if self.drafted is None:
             return None
         before, behind, masked_by, windows = self._sent[6:]

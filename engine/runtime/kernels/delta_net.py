@@ -71,7 +71,7 @@ prompt alone would leave most multiprocessors idle."""
 CARRY_STAGES: Final = 2
 KEEP_BLOCK: Final = 1024
 LENGTH_EPS = tl.constexpr(1e-6)
-"""What is added to the squares of queries and keys before they are divided by their length."""
+"""The summand of squares of queries and keys before they are divided by their length."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -103,8 +103,9 @@ class RunnerConfig:
     max_step_tokens: Annotated[int, Meta(ge=1, le=STEP_TOKENS_MAX)] = 2048
     """Token budget of one step; at least max_num_seqs."""
     embeddings: EmbeddingsSetting = "auto"
-    """Whether the model makes vectors of texts. auto: one with a modules.json does, as that says, and nothing
-    else; mean: a model that answers does so, too, by the mean of its last hidden states, normalized."""
+    """Says that the model makes vectors of texts. auto: one with a modules.json does, as that says, and
+    nothing else; mean: a model that answers does so, too, by the mean of its last hidden states,
+    normalized."""
     prefix_cache: bool = True
     """Keep the KV cache of ended sequences, so that a prompt is not computed again where it begins as another
     did. On unless --no-prefix-cache is given."""

@@ -52,7 +52,7 @@ class StateGeometry:
 
     layers: tuple[DeltaNet, ...]
     dtype: torch.dtype
-    """Of the convolution's inputs."""
+    """The type of the convolution's inputs."""
 
     @staticmethod
     def of(model: DecoderSpec, dtype: torch.dtype) -> StateGeometry:
@@ -69,7 +69,7 @@ class StateGeometry:
         )
 
     def describe(self, slots: int, places: int, windows: int = 0) -> str:
-        """What is kept for so many slots, snapshots and windows, for the log."""
+        """A sentence for the log on the states of so many slots, snapshots and windows."""
         size = self.slot_bytes
         drafts = f", and {windows} ({windows * size / 1e9:.2f} GB) for drafts" if windows else ""
         return (

@@ -6,12 +6,13 @@ from collections.abc import Iterator
 
 import pytest
 import tokenizers
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from engine.api.answer.detokenizer import Detokenizer
 from engine.api.answer.stop_strings import StopMatcher, StopStrings
 from shared.text.tokenizer import Tokenizer, TokenizerBundle
+from tests.effort import drawn
 from tests.engine.api import tiny
 
 TEXTS = [
@@ -117,7 +118,8 @@ STOPS = st.lists(st.text("abc", min_size=1, max_size=5), min_size=1, max_size=4)
 
 
 @given(pieces=PIECES, stops=STOPS)
-@settings(max_examples=400, deadline=None)
+@example(pieces=["aab"], stops=["aabb", "ab"])
+@settings(max_examples=drawn(100, whole=2000), deadline=None)
 def test_the_cut_does_not_depend_on_the_tokens(pieces: list[str], stops: list[str]) -> None:
     text = "".join(pieces)
     detokenizer = Detokenizer(Pieces(pieces), StopStrings(stops))
@@ -127,7 +129,7 @@ def test_the_cut_does_not_depend_on_the_tokens(pieces: list[str], stops: list[st
 
 
 @given(text=st.text("ab", max_size=20), stops=STOPS)
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=drawn(100, whole=2000), deadline=None)
 def test_what_is_held_is_exactly_the_longest_beginning_of_a_stop_string(text: str, stops: list[str]) -> None:
     matcher = StopMatcher(StopStrings(stops))
     for end in range(1, len(text) + 1):
@@ -152,7 +154,7 @@ PLACED = st.lists(st.sampled_from([*BYTES, *OFTEN, BYTES.stop + 1]))
 
 
 @given(ids=PLACED)
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=drawn(100, whole=2000), deadline=None)
 def test_a_token_that_is_whole_stands_where_it_is_placed(ids: list[int]) -> None:
     """Whatever bytes stand before it, that are no character or none yet."""
     detokenizer = Detokenizer(BYTE_FALLBACK.decode_stream([]))

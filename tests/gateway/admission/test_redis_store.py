@@ -33,6 +33,7 @@ from gateway.admission.usage import Payer, UsageRow, Used
 from gateway.config.quotas import QuotaFail, QuotaLimits
 from shared.wire.errors import QuotaUnavailable
 from shared.wire.ids import KeyId, TenantId
+from tests.effort import drawn
 from tests.fakes import VirtualClock
 from tests.gateway.conftest import until
 from tests.gateway.redis_server import RedisServer, redis_server, redis_store
@@ -199,7 +200,7 @@ class Twins(RuleBasedStateMachine):
 def test_memory_and_redis_answer_alike_step_by_step(redis: RedisServer) -> None:
     Twins.server = redis
     run_state_machine_as_test(
-        Twins, settings=settings(max_examples=60, stateful_step_count=40, deadline=None)
+        Twins, settings=settings(max_examples=drawn(20, whole=300), stateful_step_count=40, deadline=None)
     )
 
 

@@ -22,6 +22,7 @@ from gateway.client.connection import (
 from gateway.listen import listener
 from shared.fairness.fair_turns import FairTurns
 from shared.process.listening import http1_options
+from tests.effort import drawn
 from tests.gateway.client.test_hygiene import HALF, answered
 from tests.gateway.conftest import PATIENCE_S, House, Open, until
 from tests.gateway.fake_engine import chunk, stream
@@ -67,7 +68,7 @@ def connection() -> BoundedConnection:
     )
 
 
-@settings(max_examples=500)
+@settings(max_examples=drawn(125, whole=2500))
 @given(st.lists(requests, max_size=4), beginnings, st.data())
 def test_what_is_incomplete_is_known_to_the_byte_however_it_came(
     whole: list[bytes], half: bytes, data: st.DataObject

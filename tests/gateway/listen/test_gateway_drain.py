@@ -21,8 +21,10 @@ def protocol() -> str:
     return "http2"
 
 
-async def test_idle_connections_are_closed_and_new_ones_refused_at_once(house: House) -> None:
-    """Some have had an answer, some nothing yet, and one is accepted while the drain begins."""
+async def test_idle_connections_are_closed_and_new_ones_refused_at_once(open_house: Open) -> None:
+    """Some have had an answer, some nothing yet, and one is accepted while the drain begins. No time limit of
+    theirs closes them."""
+    house: House = await open_house(timeouts={"head_s": 3600.0, "idle_s": 3600.0})
     go_on = asyncio.Event()
     house.engine.script = stream(chunk("a"), go_on)
     idle = [await asyncio.open_connection("127.0.0.1", house.gateway.port) for _ in range(3)]

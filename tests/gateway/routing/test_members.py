@@ -43,6 +43,7 @@ from gateway.routing.replicas import (
 )
 from shared.wire.ids import ReplicaId
 from shared.wire.load_report import LoadReport
+from tests.effort import drawn
 from tests.fakes import VirtualClock
 from tests.gateway.conftest import CHAT, KEY, until
 from tests.gateway.fake_engine import FakeEngine, byte_bundle, chunk, stream, unary
@@ -398,7 +399,7 @@ CHANGES = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=drawn(20, whole=300), deadline=None)
 @given(changes=CHANGES)
 def test_whatever_changes_pools_stay_sound(changes: list[set[str] | tuple[str, str]]) -> None:
     """Ready members alone are chosen, one is chosen if any is ready, and nobody lingers."""

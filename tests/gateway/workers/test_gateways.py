@@ -29,6 +29,7 @@ from gateway.operators import peers
 from shared import cli
 from shared.process.exit_codes import ExitCode
 from tests.bench.services import free_port
+from tests.effort import drawn
 from tests.gateway.conftest import CHAT, KEY, PROMPT, until
 from tests.gateway.fake_engine import FakeEngine, byte_bundle, chunk, closing, stream, unary
 from tests.gateway.operators.test_admin import OPERATOR, operator_keys
@@ -39,7 +40,7 @@ from tests.waiting import PATIENCE_S
 pytestmark = pytest.mark.slow
 
 GATEWAYS: Final = 3
-CALLERS: Final = 1_000
+CALLERS: Final = drawn(300, whole=1_000)
 LIMIT: Final = 100
 SEATED: Final = 30
 TTL_MS: Final = 2_000

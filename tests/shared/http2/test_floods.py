@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shared.http2 import frames, limits
+from shared.http2.connection import ConnectionPhase
 from shared.http2.connection_config import ConnectionConfig
 from shared.http2.connection_errors import ErrorCode, ProtocolViolation
-from shared.http2.phase import ConnectionPhase
+from tests.effort import drawn
 from tests.shared.http2.pair import REQUEST, RESPONSE, End
 
 GREETING = frames.PREFACE + frames.settings({})
@@ -211,7 +212,7 @@ junk = st.lists(
 
 @pytest.mark.parametrize("client", [False, True])
 @given(junk=junk, cut=st.integers(0, 300))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=drawn(37, whole=750), deadline=None)
 def test_random_bytes_are_accepted_or_raise_protocol_violation(
     client: bool, junk: list[tuple[int, int, int, bytes]], cut: int
 ) -> None:

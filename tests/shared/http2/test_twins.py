@@ -21,6 +21,7 @@ from shared.http2.connection_config import ConnectionConfig
 from shared.http2.connection_errors import ErrorCode, ProtocolViolation
 from shared.http2.headers import HeaderList, LiteralEncoder
 from shared.http2.stream import Stream
+from tests.effort import drawn
 from tests.shared.http2.pair import REQUEST, RESPONSE, End
 from tests.shared.http2.plainpath import PlainConfig, path_of
 
@@ -278,7 +279,7 @@ def check_agreement(client: bool, script: list[Step]) -> None:
 
 @pytest.mark.parametrize("client", [False, True], ids=["server", "client"])
 @given(script=scripts)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=drawn(50, whole=1000), deadline=None)
 def test_both_paths_agree_on_random_histories(client: bool, script: list[Step]) -> None:
     check_agreement(client, script)
 

@@ -14,6 +14,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from shared.text.token_text import PROMPT_TAIL_LEN
 from shared.text.tokenizer import Tokenizer, TokenizerBundle
+from tests.effort import drawn
 from tests.shared.text.toy_tokenizers import (
     BOTH,
     BYTE_LEVEL,
@@ -134,7 +135,7 @@ def decodes(data: bytes) -> bool:
         return False
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=drawn(100, whole=2000), deadline=None)
 @given(seed=st.integers(0, 2**32), text=st.text(max_size=12) | st.sampled_from([HARD, *GENUINE]))
 def test_any_cut_between_prompt_and_answer_gives_what_decode_gives(seed: int, text: str) -> None:
     rng = random.Random(seed)
@@ -145,7 +146,7 @@ def test_any_cut_between_prompt_and_answer_gives_what_decode_gives(seed: int, te
         assert found == expected_after(CROOKED, ids[:cut], ids[cut:end])
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=drawn(100, whole=2000), deadline=None)
 @given(seed=st.integers(0, 2**32), size=st.integers(1, 24))
 def test_random_tokens_give_what_decode_gives(seed: int, size: int) -> None:
     """Most of whose bytes are no characters."""
@@ -245,7 +246,7 @@ def test_other_vocabularies_give_what_decode_gives(kind: str, seed: int) -> None
             assert before + "".join(streamed(tokenizer, ids[:cut], ids[cut:])) == after
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=drawn(50, whole=1000), deadline=None)
 @given(text=st.text(max_size=20) | st.sampled_from([HARD, *GENUINE]), cut=st.integers(0, 60))
 def test_characters_that_fall_back_to_bytes_give_what_decode_gives(text: str, cut: int) -> None:
     ids = SENTENCEPIECE.encode(f"the {text} water", add_special_tokens=False)

@@ -14,6 +14,7 @@ from tokenizers import AddedToken, models, normalizers, pre_tokenizers, trainers
 from shared.text import text_slices
 from shared.text.text_slices import Slicer
 from shared.wire.errors import InvalidRequest
+from tests.effort import drawn
 from tests.shared.text.test_words import GPT2, KNOWN, made, split
 
 BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -108,7 +109,7 @@ TEXTS = st.lists(st.sampled_from(PIECES) | st.characters(exclude_categories=["Cs
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SLICED)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=drawn(37, whole=750), deadline=None)
 @given(text=TEXTS, slice_len=st.integers(1, 12))
 @example(text="a  b a b  a\nb \nc", slice_len=1)
 def test_slices_encode_as_the_whole(name: str, text: str, slice_len: int) -> None:

@@ -17,6 +17,7 @@ from engine.api.formats import notations
 from engine.api.formats import source as sources
 from engine.api.formats.machine import AnswerMachine, mint_call_id
 from tests.answer_texts import FORMATS, Answer, answer_of, family, parts_of, read, written
+from tests.effort import drawn
 from tests.uncollected import uncollected
 
 CALLING = sorted(name for name, own in FORMATS.items() if own.calls is not None)
@@ -345,7 +346,7 @@ def answers(draw: st.DrawFn) -> tuple[str, list[str], str, Any]:
 
 
 @given(answers())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=drawn(75, whole=1500), deadline=None)
 def test_nothing_is_lost_and_cuts_do_not_matter(answer: tuple[str, list[str], str, Any]) -> None:
     name, pieces, prompt_tail, tools = answer
     format_, text = FORMATS[name], "".join(pieces)
@@ -363,7 +364,7 @@ def test_nothing_is_lost_and_cuts_do_not_matter(answer: tuple[str, list[str], st
 
 
 @given(answers(), st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=drawn(25, whole=500), deadline=None)
 def test_cuts_do_not_matter_between_tokens(
     answer: tuple[str, list[str], str, Any], data: st.DataObject
 ) -> None:

@@ -18,6 +18,7 @@ from engine.api.formats.patterns import BadPattern, Hole, rows
 from engine.api.formats.reading import AUTO, FILE_LEN_MAX, read_format
 from engine.api.formats.response_template import BadFormat, compiled
 from tests.answer_texts import FORMATS, Answer, answer_of, read
+from tests.effort import drawn
 
 ROOT = Path(__file__).parents[4]
 THINKING = {"open": "<think>", "close_pattern": r"</think>\s*"}
@@ -242,7 +243,7 @@ def test_other_patterns_are_refused_by_what_is_in_them(pattern: str, named: str)
 
 
 @given(st.text(alphabet=r"\(?:P<n>[]{}*+?|ab^$.s1,-", max_size=16))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=drawn(50, whole=1000), deadline=None)
 def test_any_pattern_is_read_or_refused(pattern: str) -> None:
     try:
         found = rows(pattern)

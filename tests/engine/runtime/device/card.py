@@ -53,7 +53,7 @@ class FakeGraphs:
     timer: Timer | None = None
 
     def warm_up(self, run: Callable[[], object]) -> None:
-        run()
+        """Nothing: what is captured runs as well, and the interpreter has nothing to load."""
 
     def capture(self, run: Callable[[], Output]) -> RunAgain[Output]:
         output = run()
@@ -154,8 +154,20 @@ def load_fake(
     timed: bool = False,
     **overrides: Any,
 ) -> DeviceRunner:
-    """By `fake_config`, profile run and capture included unless `kv_cache_memory` is told. No steps are timed
-    unless `timed`: they say nothing of the interpreter, and take it half of a load."""
-    untimed = mock.patch.multiple(starting, time_steps=lambda *_: (), time_guesses=lambda _: 0.01)
-    with nullcontext() if timed else untimed:
+    """By `fake_config`, profile run and capture included unless `kv_cache_memory` is told. Steps are run to
+    warm up and timed only where `timed` says so."""
+    with nullcontext() if timed else cold():
         return load_on_card(fake_config(path, **overrides), card or FakeCard(), progress)
+
+
+@contextmanager
+def cold() -> Iterator[None]:
+    """No steps are run to warm up, nor timed: they say nothing of the interpreter, and take it most of a
+    load."""
+    nothing: dict[str, Any] = {
+        "warm_up": lambda runner: None,
+        "time_steps": lambda runner, most: (),
+        "time_guesses": lambda runner: 0.01,
+    }
+    with mock.patch.multiple(starting, **nothing):
+        yield

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -21,6 +21,7 @@ from engine.runtime.host import sampler
 from engine.runtime.host.philox import uniforms
 from engine.runtime.host.sampler import inverse_cdf
 from engine.runtime.step.seats import HostSlots, SamplingColumns
+from tests.effort import drawn
 
 VOCAB = 40
 SEED = 0x9E3779B97F4A7C15
@@ -146,8 +147,12 @@ ROW = st.tuples(
 Row = tuple[SamplingParams, list[int], list[int], int, set[int] | None]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=drawn(37, whole=750), deadline=None)
 @given(st.lists(ROW, min_size=1, max_size=6))
+@example([(SamplingParams(seed=1, max_tokens=8, temperature=1.0, top_p=0.0), [1], [], 0, None)])
+@example(
+    [(SamplingParams(seed=1, max_tokens=8, temperature=0.0, presence_penalty=1.5), [*range(6)], [], 0, None)]
+)
 def test_every_row_is_drawn_from_its_own_reference_distribution(rows: list[Row]) -> None:
     check_draws(rows)
 
