@@ -165,7 +165,7 @@ def test_drafts_change_no_token_on_a_device(
     assert (steps[-1].stats.states.saved > 0) == has_states
     verified, right = sum(each.verified for each in drafters), sum(each.right for each in drafters)
     assert verified > 40
-    assert right > 0.2 * right_share * verified
+    assert right >= 0.2 * right_share * verified
 
 
 def test_a_prompt_that_goes_on_from_a_snapshot_says_what_it_says_cold(hybrid: Path) -> None:
