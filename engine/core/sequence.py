@@ -147,6 +147,8 @@ class Sequence:
     computed_len: int = 0
     in_flight_len: int = 0
     coming: int = 0
+    guessing: int = 0
+    """The guesses that the model makes behind its newest token in a step in flight."""
     verifying: int = 0
     """Drafts that a step in flight verifies. They are counted as in flight, and the tokens behind them as
     coming, as if all were right."""
@@ -410,6 +412,7 @@ class Sequence:
 
     def hear(self, guesses: list[int]) -> None:
         """Take what the model guesses behind its newest token."""
+        self.guessing = 0
         if self.guesser is not None and guesses:
             self.guesser.hear(guesses, len(self.tokens))
             self.looks_from = 0

@@ -304,7 +304,8 @@ class PlanBuilder:
     def drop(self, slot: int, sequence: Sequence) -> None:
         """Take back what was planned for a sequence that is preempted by this very plan."""
         self.grown.pop(slot, None)
-        self.guesses.pop(slot, None)
+        if self.guesses.pop(slot, None):
+            sequence.guessing = 0
         if sequence in self.prefills:
             self._free_reserve(sequence)
             self.prefills.remove(sequence)

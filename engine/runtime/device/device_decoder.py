@@ -190,9 +190,10 @@ class DeviceDecoder:
         *,
         fp8: bool = False,
         ranks: Collective = ALONE,
+        beside: DeviceDecoder | None = None,
     ) -> None:
         """`config` describes the whole model; the rank's part of it is read. `fp8`: whether matrices are held
-        in fp8."""
+        in fp8. `beside`: a network whose embedding and head are its own, too."""
         assert self.implements(config) is None
         self.config: Final = ranks.shard.of(config)
         self.ranks: Final = ranks
@@ -206,13 +207,18 @@ class DeviceDecoder:
         """[ropes, 2, D/2]"""
         self._tempering = config.attention.tempering
         load = _Loader(config, source, device, fp8, ranks.shard, self.config)
-        self._embedding = read_embedding(config, source).to(device)
-        self._embed_scale = float(torch.tensor(config.embed_scale, dtype=self._embedding.dtype))
+        self.embedding: Tensor = (
+            read_embedding(config, source).to(device) if beside is None else beside.embedding
+        )
+        self._embed_scale = float(torch.tensor(config.embed_scale, dtype=self.embedding.dtype))
         """The factor is rounded to the embedding's type, as in transformers."""
         self._layers = [load.layer(layer) for layer in range(len(config.layers))]
         norm = load.norm(final_norm(config).read(source))
-        lm_head = read_lm_head(config, source, ranks.shard, self._embedding).to(device)
-        self._lm_head = DeviceLinear(lm_head, norm=norm)
+        self._lm_head: DeviceLinear = (
+            DeviceLinear(read_lm_head(config, source, ranks.shard, self.embedding).to(device), norm=norm)
+            if beside is None
+            else replace(beside._lm_head, norm=norm)
+        )
 
     @staticmethod
     def implements(config: DecoderSpec) -> str | None:
@@ -239,17 +245,21 @@ class DeviceDecoder:
 
     @property
     def dtype(self) -> torch.dtype:
-        return self._embedding.dtype
+        return self.embedding.dtype
 
     def rows(self, step: StepTokens) -> StepRows:
         """The rows of a step with tokens of any kind, gathered by torch."""
-        angles = [rotary.angles(step.positions, torch.float32) for rotary in self._rotaries]
-        residual = F.embedding(step.token_ids, self._embedding)
+        angles = self.angles(step.positions)
+        residual = F.embedding(step.token_ids, self.embedding)
         if self._embed_scale != 1.0:
             residual = residual * self._embed_scale
         own = self._tempering
         factors = None if own is None else tempers(own, step.positions).view(-1)
         return StepRows(residual, angles, step.pages, step.offsets, factors)
+
+    def angles(self, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """cos and sin of positions [T], for each kind of layer."""
+        return [rotary.angles(positions, torch.float32) for rotary in self._rotaries]
 
     def hidden(
         self, step: StepTokens, cache: KVCache, attend: Attend, states: StepStates | None = None
@@ -258,7 +268,7 @@ class DeviceDecoder:
 
     def decode(self, inputs: DecodeInputs, kept: StepTables) -> ResidualStream:
         page_size = kept.cache.geometry.page_size
-        own = self._embedding, self._frequencies, page_size, self._embed_scale, self._tempering
+        own = self.embedding, self._frequencies, page_size, self._embed_scale, self._tempering
         step, tables = begin_step(inputs.slots, inputs.lengths, kept.tokens, kept.page_table, *own)
         attend = kept.attention.on_device(tables, inputs.lengths, inputs.ahead)
         return self.forward(step, kept.cache, attend, inputs.bound(kept.states))
@@ -283,10 +293,22 @@ class DeviceDecoder:
             stream = self._added(stream, inner, layer.down, layer.mlp_post_norm)
         return stream
 
+    def store_first(self, step: StepRows, cache: KVCache) -> None:
+        """Store the keys and values of the first layer, which attends."""
+        layer = self._layers[0]
+        assert isinstance(layer.attention, _Attention)
+        qkv, _ = self.table.of_stream(ResidualStream(step.residual), layer.inputs)
+        self._stored(qkv, layer.attention, layer.place, step, cache)
+
     def _attended(
         self, qkv: Tensor, own: _Attention, place: int, step: StepRows, cache: KVCache, attend: Attend
     ) -> Tensor:
         """[T, H * D]"""
+        attended = attend(place, self._stored(qkv, own, place, step, cache)).flatten(1)
+        return sigmoid_mul(attended, qkv) if own.gated else attended
+
+    def _stored(self, qkv: Tensor, own: _Attention, place: int, step: StepRows, cache: KVCache) -> Tensor:
+        """Queries [T, H, D], once keys and values are stored."""
         norm = own.qk_norm
         if own.wide is not None:
             assert norm is not None
@@ -294,7 +316,7 @@ class DeviceDecoder:
             if not self.is_whole:
                 squares = self.ranks.all_reduce_(squares).div_(self.ranks.shard.size)
             norm = replace(norm, squares=squares)
-        q = norm_rotate_store(
+        return norm_rotate_store(
             qkv,
             step.angles[own.rope],
             norm,
@@ -307,8 +329,6 @@ class DeviceDecoder:
             gated=own.gated,
             tempers=step.tempers,
         )
-        attended = attend(place, q).flatten(1)
-        return sigmoid_mul(attended, qkv) if own.gated else attended
 
     def _added(
         self, stream: ResidualStream, x: Tensor, linear: DeviceLinear, norm: Norm | None
@@ -558,12 +578,19 @@ class DecodeStep:
     scratch: SamplingScratch
     launches_dependently: bool = False
     """True if each kernel may start while the one before it ends (`kernels/dependent_launch.py`)."""
+    hidden: Tensor | None = None
+    """A place for the final hidden states, [rows, hidden], where an MTP layer goes on from them."""
 
     def __call__(self, inputs: DecodeInputs) -> tuple[Tensor, Tensor]:
         """The rows' tokens and log-probabilities, [rows] each, as `DeviceSampler` gives them."""
         with dependent_launches(self.launches_dependently):
-            stream = self.decoder.decode(inputs, self.kept)
-            sampler = DeviceSampler(
-                self.decoder, self.kept.tokens, self.sampling, self.scratch, self.kept.states
-            )
-            return sampler(stream, inputs.slots, inputs.lengths, inputs.ahead)
+            return self._run(inputs)
+
+    def _run(self, inputs: DecodeInputs) -> tuple[Tensor, Tensor]:
+        kept, stream = self.kept, self.decoder.decode(inputs, self.kept)
+        if self.hidden is not None:
+            assert isinstance(self.decoder, DeviceDecoder)
+            assert isinstance(stream, ResidualStream)
+            stream = self.hidden[: len(inputs.slots)].copy_(self.decoder.normed(stream))
+        sampler = DeviceSampler(self.decoder, kept.tokens, self.sampling, self.scratch, kept.states)
+        return sampler(stream, inputs.slots, inputs.lengths, inputs.ahead)

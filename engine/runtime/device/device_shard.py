@@ -39,6 +39,7 @@ from engine.runtime.device.device_decoder import (
     DeviceSampler,
     StepTables,
 )
+from engine.runtime.device.device_mtp import DeviceMtp, DeviceMtpLayer
 from engine.runtime.device.device_runner import DeviceRunner
 from engine.runtime.device.device_sampling import SamplingScratch
 from engine.runtime.device.graphs import (
@@ -90,6 +91,7 @@ from engine.runtime.step.kv_cache import (
 )
 from engine.runtime.step.pooling import Pooler
 from engine.runtime.step.protocols import AttentionSpec
+from engine.runtime.step.result_tensors import GUESSES_MAX
 from engine.runtime.step.states import StateGeometry, States
 from engine.runtime.weights.checkpoint import WeightSource
 
@@ -123,6 +125,16 @@ class Design:
     attention: BackendChoice
     lacks: str | None = None
     """Why our kernels do not compute the model, so that torch's operations do; None where they do."""
+
+    @property
+    def mtp_lacks(self) -> str | None:
+        """Why our kernels do not compute the model's MTP layer, if it has one; None where they do."""
+        assert self.model.mtp is not None
+        return self.lacks or DeviceDecoder.implements(self.model.mtp_body)
+
+    @property
+    def drafts_by_mtp(self) -> bool:
+        return self.model.mtp is not None and bool(self.config.max_drafts) and self.mtp_lacks is None
 
     @property
     def is_eager(self) -> bool:
@@ -163,6 +175,8 @@ class DeviceShard:
     """The card's memory before this process took any."""
     pooler: Pooler | None = None
     """Makes vectors of prompts, where the model embeds."""
+    mtp: DeviceMtpLayer | None = None
+    """The model's MTP layer, if it has one that drafts."""
 
     @staticmethod
     def load(
@@ -173,13 +187,18 @@ class DeviceShard:
         kv_scales = precision.kv_scales(design.model, source)
         with enough_memory("loading weights", "end what else uses this GPU, or use fp8 weights"):
             decoder: DeviceNetwork
+            mtp = None
             if design.lacks is None:
                 fp8 = precision.weights_fp8
                 decoder = DeviceDecoder(design.model, source, card.device, fp8=fp8, ranks=ranks)
+                if design.drafts_by_mtp:
+                    mtp = DeviceMtpLayer(design.model, source, decoder, fp8=fp8, ranks=ranks)
             else:
                 decoder = TorchOnDevice(design.model, source, card.device, ranks)
         share = ranks.shard.of(design.model)
-        return DeviceShard(design, share, card, decoder, kv_scales, at_start)
+        if mtp is not None and kv_scales is not None:
+            kv_scales = [*kv_scales, (1.0, 1.0)]
+        return DeviceShard(design, share, card, decoder, kv_scales, at_start, mtp=mtp)
 
     @property
     def max_model_len(self) -> int:
@@ -189,14 +208,15 @@ class DeviceShard:
         """Measure which kernel multiplies each matrix fastest. Raises DoesNotFit."""
         with enough_memory("measuring kernels", "end what else uses this GPU, or use fp8 weights"):
             decoder = self.decoder
-            decoder.table = MatmulTable.fill(decoder.linears, decoder.dtype, self.card.timer())
+            linears = decoder.linears + ([] if self.mtp is None else self.mtp.linears)
+            decoder.table = MatmulTable.fill(linears, decoder.dtype, self.card.timer())
 
     @property
     def geometry(self) -> KVGeometry:
+        """The MTP layer's keys and values are the last."""
         model, page_size = self.model, self.design.config.page_size
-        return KVGeometry(
-            len(model.attentions), model.kv_heads, page_size, model.head_dim, self.design.precision.kv_dtype
-        )
+        layers = len(model.attentions) + (self.mtp is not None)
+        return KVGeometry(layers, model.kv_heads, page_size, model.head_dim, self.design.precision.kv_dtype)
 
     @property
     def states(self) -> StateGeometry:
@@ -239,6 +259,7 @@ class DeviceShard:
         return msgspec.structs.replace(
             info,
             drafts_max=min(self.together_max - 1, together),
+            guesses_max=0 if self.mtp is None else min(GUESSES_MAX, self.together_max - 1, together),
             drafts_together=together,
             verify_shapes=[] if self.design.is_eager else list(self._verify_buckets(together)),
             state_windows=windows,
@@ -253,6 +274,7 @@ class DeviceShard:
             f"{network}triton {launching.VERSION}, torch {torch.__version__}, capability {major}.{minor}"
         )
         arithmetic = f"{kernels}, {design.attention.arithmetic}, {design.precision}, {shards} shards"
+        arithmetic += "" if self.mtp is None else ", MTP"
         sizes = self.geometry, self.decoder.dtype, self.max_model_len, pages
         rest = arithmetic, self.states.slot_bytes, self.pooler
         info = untimed_info(design.config, self.model, *sizes, *rest)
@@ -337,8 +359,12 @@ class DeviceShard:
         if info.state_bytes:  # one more than there are sequences, for padding rows
             cells = info.slots + 1, device, info.state_windows
             states = States(self.states, *cells, are_real=is_real)
+        hidden = mtp = None
+        if self.mtp is not None:
+            hidden = torch.empty(sampled, model.hidden_size, dtype=decoder.dtype, device=device)
+            mtp = self._bound_mtp(self.mtp, cache, slots, scratch)
         kept = StepTables(slots.tokens, slots.page_table, cache, decode, states)
-        step = DecodeStep(decoder, kept, slots.sampling, scratch)
+        step = DecodeStep(decoder, kept, slots.sampling, scratch, hidden=hidden)
         rows_max = min(info.slots, GRAPH_ROWS_MAX)
         whole = DeviceModel(decoder, cache, decode, prefill, states)
         buckets = self._verify_buckets(info.drafts_together)
@@ -352,8 +378,22 @@ class DeviceShard:
             sampler=DeviceSampler(decoder, slots.tokens, slots.sampling, scratch, states),
             steps=self._graphs(step, slots, batch_buckets(rows_max), verified=verified),
             pooler=self.pooler,
+            mtp=mtp,
+            hidden=hidden,
         )
         return runner, step
+
+    def _bound_mtp(
+        self, layer: DeviceMtpLayer, cache: KVCache, slots: DeviceSlots, scratch: SamplingScratch
+    ) -> DeviceMtp:
+        """The MTP layer over the last layer of the cache, which our kernels alone read: others may want to
+        know on the host how many keys a row has."""
+        own = cache.part(slice(len(self.model.attentions), None))
+        spec = AttentionSpec.of(layer.body.config)
+        triton = BackendChoice(Chosen(Backend.TRITON), Chosen(Backend.TRITON))
+        bounds = Bounds(slots.slots, self.max_model_len, self.card.multiprocessors)
+        decode, _ = build_backends(triton, own, spec, layer.body.dtype, bounds)
+        return DeviceMtp(layer, own, slots, decode, scratch)
 
     def _graphs(
         self,
@@ -441,8 +481,15 @@ def largest_plans(info: RunnerInfo, tokens: int) -> Iterator[Plan]:
         seated = [SlotAssignment.of(slot, [0] * n, n, asked) for slot, n in zip(slots, lengths, strict=True)]
         ends = [min(n + most, info.max_model_len) for n in lengths]
         grown = [(slot, [0] * -(-end // info.page_size)) for slot, end in zip(slots, ends, strict=True)]
-        yield Plan(0, left, seated, grown, slots, [0] * len(slots), lengths, [Want.SAMPLE] * len(slots))
+        guesses = [_guesses(info, end) for end in lengths] if info.guesses_max else []
+        own = slots, [0] * len(slots), lengths, [Want.SAMPLE] * len(slots)
+        yield Plan(0, left, seated, grown, *own, guesses=guesses)
         left = slots
+
+
+def _guesses(info: RunnerInfo, known_len: int) -> int:
+    """The guesses that there is room for behind so many known tokens, and the one that is sampled."""
+    return max(0, min(info.guesses_max, info.max_model_len - known_len - 2))
 
 
 def _verifying(info: RunnerInfo, rows: int, known_len: int, tokens: int) -> Plan:
@@ -520,7 +567,11 @@ def load_shard(
     if config.max_drafts and shard.undrafted is not None:
         progress(f"verifying no drafts: {shard.undrafted}")
     elif config.max_drafts and model.mtp is not None:
-        progress("drafting without the model's MTP layer: it is not computed on a GPU")
+        progress(
+            "drafting by the model's MTP layer"
+            if shard.mtp is not None
+            else f"drafting without the model's MTP layer: {design.mtp_lacks}"
+        )
     progress("measuring which kernels multiply fastest")
     shard.tune()
     progress("measuring the largest step")

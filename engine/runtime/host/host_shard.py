@@ -17,7 +17,7 @@ from engine.runtime.collective.collective import ALONE, Collective
 from engine.runtime.collective.shard import WHOLE, Shard
 from engine.runtime.host.host_runner import HostRunner
 from engine.runtime.host.model import PagedModel, StatefulModel, TorchModel
-from engine.runtime.host.mtp import GUESSES_MAX, Mtp, MtpLayer
+from engine.runtime.host.mtp import Mtp, MtpLayer
 from engine.runtime.host.sampler import Draw, draw_by_torch
 from engine.runtime.host.torch_paged import TorchDecode, TorchPrefill
 from engine.runtime.models.spec import DecoderSpec
@@ -49,6 +49,7 @@ from engine.runtime.step.kv_cache import (
 )
 from engine.runtime.step.pooling import Pooler
 from engine.runtime.step.protocols import AttentionSpec
+from engine.runtime.step.result_tensors import GUESSES_MAX
 from engine.runtime.step.seats import HostSlots
 from engine.runtime.step.states import StateGeometry, States
 from engine.runtime.weights.checkpoint import WeightSource

@@ -49,9 +49,6 @@ from engine.runtime.step.seats import HostSlots
 from engine.runtime.weights.checkpoint import WeightSource
 from engine.runtime.weights.parameters import mtp_parameters, read_embedding
 
-GUESSES_MAX: Final = 4
-"""The most guesses of a row: the layer was trained for one, and each further one is right less often."""
-
 
 class MtpLayer:
     """The weights, and what they compute. A rank has its heads and its part of the MLP."""

@@ -299,10 +299,10 @@ def checked_checkpoint(
 
     The files' headers are checked first: no tensor is read from a checkpoint that does not match. A head of
     its own beside `tie_word_embeddings` is used unless it equals the embedding, as in transformers 5. An MTP
-    layer is left out where nothing is drafted, on a GPU, and where the files lack it, as many fine-tunes' do.
+    layer is left out where nothing is drafted, and where the files lack it, as many fine-tunes' do.
     """
     files = checkpoint_files(Path(config.model), progress)
-    drafts_by_mtp = config.max_drafts > 0 and device is None and f"{model.names.mtp}.fc.weight" in files
+    drafts_by_mtp = config.max_drafts > 0 and f"{model.names.mtp}.fc.weight" in files
     model = replace(model, mtp=model.mtp if drafts_by_mtp else None)
     embedder, head, embedding = embedder_of(config), model.names.head, model.names.embedding
     generates = embedder is None or embedder.generates

@@ -14,10 +14,11 @@ from types import SimpleNamespace
 from typing import Any, cast
 from unittest import mock
 
+import msgspec
 import pytest
 
 from engine.config import EngineConfig
-from engine.contract.messages import ServiceClass, Want, agreed
+from engine.contract.messages import Pending, Plan, ServiceClass, Want, agreed
 from engine.core.drafts.drafter import Drafts, NGramDrafts, Proposal
 from engine.core.drafts.guesses import GuessDrafts
 from engine.core.drafts.ngrams import LEVELS, NGrams
@@ -47,6 +48,7 @@ from tests.bench.engine.virtual import (
     run,
     tokens_per_second,
 )
+from tests.core_laws import check
 from tests.effort import IS_WHOLE, drawn
 from tests.engine.core.harness import Harness, greedy, knowing
 from tests.engine.core.sequences import sequence
@@ -705,6 +707,42 @@ def test_guesses_are_drafts_of_the_next_step() -> None:
     assert all(end.accepted > 0.5 * end.drafted > 10 for end in h.finished.values())
     asked = [plan for plan in h.plans if plan.guesses]
     assert all(len(plan.guesses) == len(plan.slots) for plan in asked)
+
+
+@pytest.mark.parametrize(("host_s", "are_awaited"), [(1e-4, True), (1.0, False)])
+def test_where_steps_overlap_plans_wait_for_guesses_that_gain_more_than_the_hosts_time(
+    host_s: float, are_awaited: bool
+) -> None:
+    """Where they gain less, none is asked for."""
+    h = Harness(guesses=(4, 0.01), pages=400)
+    knowing(h.scheduler, StepCost(row_s=1e-5, fixed_s=1e-2))
+    drafting = h.scheduler._drafting
+    assert drafting is not None
+    drafting.runner = msgspec.structs.replace(drafting.runner, is_async=True)
+    drafting.host_s = host_s
+    for handle in range(3):
+        h.add(handle, [handle, 7, 8, 9], greedy(40, seed=handle + 1))
+    flying: list[tuple[Plan, Pending]] = []
+    plans = list[Plan]()
+    while h.scheduler.has_work or flying:
+        h.now += 0.01
+        if (plan := h.scheduler.plan(h.now)) is not None:
+            plans.append(plan)
+            flying.append((plan, h.runner.launch(plan)))
+        if len(flying) == 2 or plan is None:
+            done, pending = flying.pop(0)
+            h.scheduler.commit(done, pending.collect(), h.now)
+        check(h.scheduler)
+        h.read()
+    h.assert_all_as_solo()
+    guessed = sum(sum(plan.guesses) for plan in plans)
+    verified = sum(sum(map(len, plan.drafts)) for plan in plans)
+    if are_awaited:
+        assert len(plans) < 40
+        assert verified > 0.5 * guessed > 30
+    else:
+        assert len(plans) >= 40
+        assert not guessed
 
 
 def test_what_guesses_cost_decides() -> None:

@@ -93,6 +93,9 @@ WORLDS = {
     "drafts, all wrong, in a tight pool": SimConfig(
         drafts_max=3, right_share=0.0, pages=16, arrival_gap_s=0.005, host_pages=40, page_copy_s=CHEAP_S
     ),
+    "guesses of the model's own": SimConfig(
+        drafts_max=4, guesses_max=4, state_bytes=64, state_windows=12, pages=24, requests=25
+    ),
     "drafts of callers": SimConfig(drafts_max=15, prediction_share=1.0, pages=24, max_tokens_max=40),
     "drafts, all right": SimConfig(
         drafts_max=15,

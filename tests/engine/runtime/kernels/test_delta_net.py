@@ -9,6 +9,7 @@ import torch
 
 from engine.runtime.models.spec import DeltaNet
 from engine.runtime.step.batch import Row
+from tests.effort import some
 from tests.engine.runtime.kernels.deltas import SMALL, DeltaCase, Found, delta_case
 
 CPU = torch.device("cpu")
@@ -65,7 +66,7 @@ def test_a_prompt_that_is_cut_where_chunks_begin_has_the_same_bits() -> None:
 
 
 @pytest.mark.parametrize(
-    ("net", "dtype"), [(SMALL, torch.float32), (DeltaNet(2, 2, 16, 16, 2), torch.float16)]
+    ("net", "dtype"), some([(SMALL, torch.float32), (DeltaNet(2, 2, 16, 16, 2), torch.float16)], usual=1)
 )
 def test_rows_that_verify_leave_a_state_behind_each_token(net: DeltaNet, dtype: torch.dtype) -> None:
     """One from the start, one with more drafts than the convolution has taps, one with fewer; beside rows of
