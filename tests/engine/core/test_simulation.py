@@ -204,7 +204,7 @@ WILD: dict[str, Callable[[list[Report]], bool]] = {
 
 
 RANDOM_WORLDS = drawn(50, whole=2000)
-BATCH = 50
+BATCH = drawn(50, whole=200)
 LEAST = {
     "worlds with hits": 10,
     "preempted": 20,
