@@ -206,7 +206,7 @@ WILD: dict[str, Callable[[list[Report]], bool]] = {
 
 
 RANDOM_WORLDS = drawn(25, whole=2000)
-BATCH = drawn(25, whole=50)
+BATCH = drawn(25, whole=200)
 FIRST_WORLD = drawn(25, whole=0)
 """In the first 25 hardly a sequence yields."""
 LEAST = {
