@@ -1,4 +1,4 @@
-"""What is still to be read of an answer, and the waiting for more of it.
+"""The text of an answer that is still to be read, and the waiting for more of it.
 
 The readers of an answer are generators: one that needs more text than there is yields, and goes on where it
 was when more has come. So they read as if the whole text were there, nothing is scanned twice, and how the
@@ -42,7 +42,7 @@ Marker = tuple[str, ...]
 
 
 class Broken(Exception):
-    """What comes next cannot be read as what was expected."""
+    """The text that comes next cannot be read as the part that was expected."""
 
 
 class Spelling:

@@ -147,7 +147,7 @@ class Drafting:
         return False
 
     def _looked_at_early(self, coming: list[Sequence]) -> list[tuple[Sequence, Proposal]]:
-        """What may follow behind the known tokens of streams, before the token that is coming is there."""
+        """The proposals of streams whose next token is still coming."""
         found: list[tuple[Sequence, Proposal]] = []
         to_read = READ_MAX
         for sequence in coming:
@@ -201,28 +201,18 @@ class Drafting:
     ) -> None:
         """Add rows for the decodes, by slot, of which those in `due` are to be looked at for drafts.
         `beside_prompts`: prompts may have a part of the step."""
-        self._add_rows(builder, decodes, due, now, beside_prompts)
+        looks = self._looked_at(due, self.spare_drafts(builder.tokens_left, len(decodes)))
+        drafts = self._chosen(looks, builder, decodes, now, beside_prompts) if looks else {}
+        if drafts:
+            builder.add_decodes({slot: each for slot, each in decodes.items() if slot not in drafts})
+            builder.add_verifying({slot: decodes[slot] for slot in drafts}, [*drafts.values()])
+        else:
+            builder.add_decodes(decodes)
         if self.runner.guesses_max:
             self._ask(builder, decodes, now, beside_prompts)
 
-    def _add_rows(
-        self,
-        builder: PlanBuilder,
-        decodes: dict[int, Sequence],
-        due: list[Sequence],
-        now: float,
-        beside_prompts: bool,
-    ) -> None:
-        looks = self._looked_at(due, self.spare_drafts(builder.tokens_left, len(decodes)))
-        drafts = self._chosen(looks, builder, decodes, now, beside_prompts) if looks else {}
-        if not drafts:
-            builder.add_decodes(decodes)
-            return
-        builder.add_decodes({slot: each for slot, each in decodes.items() if slot not in drafts})
-        builder.add_verifying({slot: decodes[slot] for slot in drafts}, [*drafts.values()])
-
     def foresee(self, sequence: Sequence) -> list[int] | None:
-        """What may follow the newest token of a sequence with a grammar; None where it drafts nothing."""
+        """The drafts of a sequence with a grammar, behind its newest token; None where it drafts nothing."""
         most = min(self.drafts_max, sequence.kv_len_max - sequence.computed_len - 1)
         drafter = sequence.drafter or self._begin(sequence)
         if drafter is None or most < 1:

@@ -125,7 +125,7 @@ class PlanBuilder:
 
     @property
     def asked_guesses(self) -> list[int]:
-        """As `Plan.guesses` has them."""
+        """The guesses that are asked for, in the form of `Plan.guesses`."""
         if not self.guesses:
             return []
         rows = zip(self.slots, self.wants, strict=True)

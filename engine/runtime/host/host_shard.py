@@ -7,7 +7,6 @@ part of it. Otherwise torch does.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Protocol
 
 import msgspec
@@ -33,7 +32,7 @@ from engine.runtime.start.starting import (
     choose_dtype,
     choose_max_model_len,
     dtype_name,
-    embedder_of,
+    load_pooler,
     read_model,
     set_threads,
     start_alone,
@@ -44,7 +43,6 @@ from engine.runtime.step.kv_cache import (
     KVCache,
     KVGeometry,
     page_count,
-    state_place_count,
     useful_states,
     useful_windows,
     window_count,
@@ -118,10 +116,10 @@ class TorchNetwork:
 
     @property
     def drafts_max(self) -> int:
-        """Of a model without states none: a product of several rows has other last bits than one of a single
-        row. Computed as it is of a model with states (`engine.runtime.host.exact_attention`), it has not, and
-        attention over 500 tokens takes 2 times as long for one stream, and 10 times as long for 8: more than
-        drafts save."""
+        """A model without states verifies none: a product of several rows has other last bits than one of a
+        single row. Computed as it is of a model with states (`engine.runtime.host.exact_attention`), it has
+        not, and attention over 500 tokens takes 2 times as long for one stream, and 10 times as long for 8:
+        more than drafts save."""
         return DRAFTS_MAX if self.config.deltas else 0
 
     def attach(self, cache: KVCache, slots: int, windows: int = 0) -> PagedModel:
@@ -179,10 +177,8 @@ class HostShard:
 
     def info(self, pages: int) -> RunnerInfo:
         arithmetic = self.network.arithmetic + ("" if self.mtp is None else ", MTP")
-        info = untimed_info(
-            self.config, self.model, self.geometry, self.dtype, self.max_model_len, pages, arithmetic
-        )
-        places = state_place_count(self.config, self.geometry, self.max_model_len, pages, self.state_bytes)
+        sizes = self.geometry, self.dtype, self.max_model_len, pages
+        info = untimed_info(self.config, self.model, *sizes, arithmetic, self.state_bytes, self.pooler)
         windows, drafts_max = 0, self.drafts_max
         if self.state_bytes:
             useful = useful_windows(self.config, drafts_max)
@@ -190,12 +186,9 @@ class HostShard:
             drafts_max = min(drafts_max, windows)
         return msgspec.structs.replace(
             info,
-            state_bytes=self.state_bytes,
-            state_places=places,
             drafts_max=drafts_max,
             state_windows=windows,
             guesses_max=min(GUESSES_MAX, drafts_max) if self.mtp is not None else 0,
-            vector_len=0 if self.pooler is None else self.pooler.vector_len,
         )
 
     def build(self, info: RunnerInfo, progress: Progress) -> HostRunner:
@@ -239,10 +232,7 @@ def load_shard(config: RunnerConfig, progress: Progress, ranks: Collective = ALO
     if network.draw is not None:
         # Little is left to torch, and its threads would compete with the network's own for the cores.
         torch.set_num_threads(1)
-    pooler = None
-    if (embedder := embedder_of(config)) is not None:
-        pooler = Pooler.load(embedder, Path(config.model), model.hidden_size)
-    mtp = None
+    pooler, mtp = load_pooler(config, model), None
     if model.mtp is not None and network.drafts_max:
         mtp = MtpLayer(model, source, ranks)
         progress("drafting by the model's MTP layer")

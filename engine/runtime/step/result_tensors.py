@@ -58,7 +58,7 @@ class Computed:
     vectors: Sequence[tuple[int, Tensor]] = ()
     """Per slot, its prompt's vector, float32."""
     scores: Sequence[ScoreColumns] = ()
-    """Those of the tokens that were asked for behind prompts, in pieces."""
+    """The log-probabilities of tokens that were asked for behind prompts, in pieces."""
     guesses: Sequence[Sequence[int]] = ()
     """Per sampled row, what was guessed behind its newest token; empty where none was asked for."""
 
