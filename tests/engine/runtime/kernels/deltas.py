@@ -4,7 +4,7 @@ answer."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -66,7 +66,8 @@ class DeltaCase:
     def found(self, device: torch.device, size: int = CHUNK) -> Found:
         """By the kernels. `size`: tokens of a chunk."""
         x, heads, inputs = (t.to(device, copy=True) for t in (self.x, self.heads, self.inputs))
-        layer, count = DeltaLayer(self.net, self.weights.to(device), EPS), self.decode_rows
+        weights = DeltaWeights(*(getattr(self.weights, own.name).to(device) for own in fields(DeltaWeights)))
+        layer, count = DeltaLayer(self.net, weights, EPS), self.decode_rows
         out = x.new_full((len(x), self.net.values), torch.nan)
         if count:
             slots = torch.tensor([row.slot for row in self.rows[:count]], dtype=torch.int32, device=device)
