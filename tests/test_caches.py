@@ -8,7 +8,7 @@ import pytest
 
 from gateway.admission import guarded_store, redis_store
 from gateway.admission.guarded_store import GuardedStore
-from gateway.client import answer, deadlines, heads
+from gateway.client import answer, connection, deadlines
 from gateway.config.redis import RedisConfig
 from gateway.redis import links
 from gateway.relay import http1_requests, http2_client, upstream
@@ -24,7 +24,7 @@ CACHES: dict[str, tuple[Any, int]] = {
     "statuses": (answer._begun, answer.STATUS_LINES_MAX),
     "status lines": (answer._status_line, answer.STATUS_LINES_MAX),
     "total timeouts": (deadlines._total_error, deadlines.TOTALS_MAX),
-    "hosts": (heads._is_host, heads.HOSTS_MAX),
+    "hosts": (connection._is_host, connection.HOSTS_MAX),
     "slots": (links._slot_of, links.TENANTS_KNOWN_MAX),
     "calls": (STORE._calls_of, redis_store.ENCODED_MAX),
     "notes": (STORE._notes_of, redis_store.ENCODED_MAX),

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.guards.copies import Outcome, tried
+from tests.guards.copies import Outcome, opened
 from tests.guards.lifting import Edit, lifted
 from tests.guards.removals import ROOT, bounds, bounds_of, guards, product, removals
 
@@ -115,7 +115,11 @@ def test_what_is_taken_away_is_noticed_or_not_and_put_back(
     own, tests = "def of() -> int:\n    return 1\n", ["test_it.py::test_it"]
     (tmp_path / "it.py").write_text(own)
     (tmp_path / "test_it.py").write_text("import it\n\ndef test_it():\n    assert it.of() == 1\n")
-    for other, outcome in (("2", Outcome.NOTICED), ("0 + 1", Outcome.UNNOTICED)):
-        edit = Edit("it.py", own, own.replace("1", other))
-        assert tried(tmp_path, [edit], tests).outcome is outcome
-        assert (tmp_path / "it.py").read_text() == own
+    with opened(tmp_path, ()) as copy:
+        for other, outcome in (("2", Outcome.NOTICED), ("0 + 1", Outcome.UNNOTICED), ("3", Outcome.NOTICED)):
+            edit = Edit("it.py", own, own.replace("1", other))
+            assert copy.tried([edit], tests).outcome is outcome
+            assert (tmp_path / "it.py").read_text() == own
+        assert copy.tried([], ["test_other.py"]).outcome is Outcome.BROKEN
+        endless = Edit("it.py", own, own.replace("return 1", "while True: pass"))
+        assert copy.tried([endless], tests, limit_s=0.2).outcome is Outcome.HUNG

@@ -25,9 +25,8 @@ from typing import Final
 import msgspec
 from aiohttp import web
 
-from gateway.client.connection import serves
-from gateway.client.heads import check, path_of
-from gateway.client.responses import error_response, probe_response
+from gateway.client.connection import path_of, serves
+from gateway.client.responses import id_of, probe_response
 from gateway.operators.asking import Ask, ask_each, whole_of, without_known
 from gateway.operators.gate import Gate
 from gateway.operators.keys import read_operator_body
@@ -42,7 +41,7 @@ from gateway.operators.server import (
     OPERATORS,
     OTHERS_HEADER,
     RELOAD,
-    secure,
+    answered,
 )
 from gateway.operators.together import OperatorAnswer, PartOf, limit_of, together
 from gateway.operators.versions import KNOWN
@@ -58,15 +57,13 @@ from shared.process.probes import PROBES
 from shared.telemetry.stages import exposition
 from shared.wire.errors import (
     ApiError,
-    InternalError,
     MethodNotAllowed,
     NotReady,
     Overloaded,
     RouteNotFound,
     Unauthenticated,
-    forget_frames,
 )
-from shared.wire.ids import REQUEST_ID_HEADER, accept_request_id
+from shared.wire.ids import REQUEST_ID_HEADER
 
 ASKING_MAX: Final = 32
 """Operators' requests that are passed on at a time."""
@@ -112,25 +109,10 @@ class Front:
 
     async def handle(self, request: web.BaseRequest) -> web.Response:
         """Answer one request, whatever happens."""
-        request_id = accept_request_id(request.headers.get(REQUEST_ID_HEADER))
-        try:
-            check(request)
-            self._gate.check(request)
-            response = await self._answer(request, request_id)
-        except ApiError as error:
-            response = error_response(error, {})
-            response.force_close()  # a head that was refused may not be all that there is of the request
-            forget_frames(error)
-        except Exception:
-            log.exception("admin.crashed", path=path_of(request))
-            response = error_response(InternalError("The gateway failed; its log says how."), {})
-        if not request.content.is_eof():
-            response.force_close()
-        response.headers[REQUEST_ID_HEADER] = request_id
-        secure(response)
-        return response
+        request_id = id_of(request)
+        return await answered(request, request_id, self._gate, partial(self._answer, request_id))
 
-    async def _answer(self, request: web.BaseRequest, request_id: str) -> web.Response:
+    async def _answer(self, request_id: str, request: web.BaseRequest) -> web.Response:
         path = path_of(request)
         if path in PROBES:
             return probe_response(self._supervisor.health, request, tells_problems=True)

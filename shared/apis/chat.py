@@ -9,8 +9,7 @@ from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 from shared.apis.chat_form import chat_prompt, check_chat
 from shared.apis.chat_messages import ChatMessage, FunctionToolCall
-from shared.apis.choices import ChoicesRequest
-from shared.apis.generation import FinishReasonName, Usage
+from shared.apis.generation import ChoicesRequest, FinishReasonName, Usage
 from shared.apis.nothing import EXTENSIONS, FALSE, LOOKED_INTO, NONE, Nothing
 from shared.apis.prediction import Prediction, check_prediction, known_prediction
 from shared.apis.prompt import ChatPrompt

@@ -26,8 +26,7 @@ from shared.apis.prompt import ChatPrompt
 from shared.process import logs
 from shared.process.clock import Clock
 from shared.text.rendering import Unrenderable
-from shared.text.template_input import EFFORT
-from shared.text.template_takes import Takes
+from shared.text.template_takes import EFFORT, Takes
 from shared.wire.errors import ApiError, TooMuch
 
 PROBE_LEN: Final = 2048

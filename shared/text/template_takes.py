@@ -32,6 +32,8 @@ from shared.apis.chat import EFFORTS
 
 Message = dict[str, Any]
 
+EFFORT: Final = "reasoning_effort"
+"""The one variable that requests name in a field of its own."""
 INSTRUCTIONS: Final = frozenset({"system", "developer"})
 """The roles whose messages instruct the model."""
 REASONING: Final = ("thinking", "reasoning_content", "reasoning")

@@ -260,7 +260,7 @@ def main() -> int:
         ok &= check("engine", f"{row} graphs against eager", partial(graphs, hybrid))
         ok &= check("engine", f"{row} from snapshots", partial(snapshots, hybrid))
         ok &= check("engine", f"{row} launches wait for nothing", partial(no_waits, hybrid))
-        for family, path in paths.items():
+        for family, path in {"qwen3_5_text": hybrid, **paths}.items():
             ok &= check("engine", f"engine {family} drafts against none", partial(drafted, path))
         for family, path in paths.items():
             row = f"engine {family} overlapped against plain"

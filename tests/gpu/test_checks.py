@@ -65,6 +65,12 @@ def test_delta_nets(monkeypatch: pytest.MonkeyPatch) -> None:
     kernels.delta_chunks_cut(torch.float32)
 
 
+@pytest.mark.nightly
+def test_delta_nets_of_drafts() -> None:
+    (net,) = kernels.DELTA_FLOAT32
+    assert kernels.delta_nets_of_drafts(net, torch.float32)["error"] < 1e-5
+
+
 @pytest.mark.parametrize("fp8", [False, True])
 def test_products(fp8: bool) -> None:
     assert kernels.products(torch.float32, TILE, fp8)["error"] < 1e-5

@@ -18,7 +18,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from queue import SimpleQueue
 
-from tests.guards.copies import Outcome, Trial, copied, tried
+from tests.guards.copies import Copy, Outcome, Trial, copied, environment_of
 from tests.guards.removals import Removal, product, removals
 
 
@@ -29,7 +29,7 @@ def main(names: Sequence[str]) -> int:
         return 2
     with ExitStack() as stack:
         copies = [stack.enter_context(copied()) for _ in range(os.cpu_count() or 1)]
-        if not _pass(copies[0], sorted({test for one in wanted for test in one.tests})):
+        if not _pass(copies[0].root, sorted({test for one in wanted for test in one.tests})):
             print("These tests fail with nothing taken away.", file=sys.stderr)
             return 1
         trials = _tried(copies, wanted)
@@ -43,21 +43,20 @@ def main(names: Sequence[str]) -> int:
 def _pass(copy: Path, tests: Sequence[str]) -> bool:
     """True if the tests pass."""
     options = ["-q", "-x", "--no-header", "-p", "no:cacheprovider", "-n", str(os.cpu_count() or 1)]
-    environment = {**os.environ, "PYTHONPATH": str(copy)}
     command = [sys.executable, "-m", "pytest", *options, *tests]
-    return subprocess.run(command, cwd=copy, env=environment, check=False).returncode == 0
+    return subprocess.run(command, cwd=copy, env=environment_of(copy), check=False).returncode == 0
 
 
-def _tried(copies: Sequence[Path], wanted: Sequence[Removal]) -> dict[str, Trial]:
+def _tried(copies: Sequence[Copy], wanted: Sequence[Removal]) -> dict[str, Trial]:
     """Try the removals, one at a time in each copy. Prints each as it is done."""
-    sources, free = product(), SimpleQueue[Path]()
+    sources, free = product(), SimpleQueue[Copy]()
     for copy in copies:
         free.put(copy)
 
     def work(one: Removal) -> Trial:
         copy = free.get()
         try:
-            return tried(copy, one.edits(sources), one.tests)
+            return copy.tried(one.edits(sources), one.tests)
         finally:
             free.put(copy)
 

@@ -25,10 +25,12 @@ from engine.contract.messages import (
     FinishReason,
     Pending,
     Plan,
+    Runner,
     RunnerInfo,
     StepOutput,
     Want,
 )
+from engine.contract.packing import TOKEN_LEN
 from engine.core.loop import CoreLoop, last_words
 from engine.core.queue.newcomers import sequences_of
 from engine.core.scheduler_config import SchedulerConfig
@@ -62,6 +64,8 @@ class Computed:
     """The number of tokens that were reported, by handle."""
     verified_at: dict[int, int] = field(default_factory=dict)
     """The position of the newest row that verified drafts, by handle."""
+    shared_len: int = 0
+    """The tokens with which its prompts begin, computed once, where the API process says so."""
     prediction_lens: dict[int, int] = field(default_factory=dict)
     """The tokens that the caller predicts, by handle."""
     predicted: Counter[int] = field(default_factory=Counter)
@@ -97,7 +101,7 @@ class Outbox:
 class BreakableRunner:
     """A runner that can be told to fail."""
 
-    def __init__(self, runner: FakeRunner, on_launch: Callable[[Plan], None]) -> None:
+    def __init__(self, runner: Runner, on_launch: Callable[[Plan], None]) -> None:
         self._runner = runner
         self._on_launch = on_launch
         self.info = runner.info
@@ -122,8 +126,16 @@ class InProcessCore:
     """A `CoreLink` to a core in the same event loop."""
 
     def __init__(
-        self, info: RunnerInfo, config: SchedulerConfig, clock: Clock, *, step_s: float, overlap: bool
+        self,
+        info: RunnerInfo,
+        config: SchedulerConfig,
+        clock: Clock,
+        *,
+        step_s: float,
+        overlap: bool,
+        runner: Runner | None = None,
     ) -> None:
+        """`runner`: one that computes, in the place of the fake one."""
         self._step_s = step_s
         self._clock = clock
         self._inbox, self._outbox = Inbox(), Outbox()
@@ -135,12 +147,14 @@ class InProcessCore:
         """The computed tokens by request id."""
         self.hangs_s = 0.0
         """Seconds by which its next step takes longer."""
-        make = AsyncRunner(info, config.step_tokens_max, self._unread) if overlap else None
-        self.runner = BreakableRunner(make or FakeRunner(info, config.step_tokens_max), self._count_rows)
+        if runner is None:
+            tokens_max = config.step_tokens_max
+            runner = AsyncRunner(info, tokens_max, self._unread) if overlap else FakeRunner(info, tokens_max)
+        self.runner = BreakableRunner(runner, self._count_rows)
         self._loop = CoreLoop(self.runner, self._inbox, self._outbox, config, clock, overlap=overlap)
         self._step = self._loop._overlapped_step if overlap else self._loop._plain_step
         self.scheduler = self._loop._scheduler
-        if info.drafts_max:
+        if info.drafts_max and isinstance(runner, FakeRunner):
             draft_by(self.scheduler, partial(_drafter_of, info.vocab_size))
 
     def _count_rows(self, plan: Plan) -> None:
@@ -178,6 +192,7 @@ class InProcessCore:
             self._requests[added.handle] = added.request_id
             computed = self.computed.setdefault(added.request_id, Computed())
             computed.prompt_lens[added.handle] = len(added.prompt_ids)
+            computed.shared_len = len(message.shared) // TOKEN_LEN
             computed.prediction_lens[added.handle] = len(added.prediction or ())
         self._inbox.put(message)
 

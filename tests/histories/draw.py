@@ -70,6 +70,10 @@ ENDS: Final = {
 }
 """The relative frequency of each end."""
 SLOW: Final = (End.STOPS_READING, End.PAUSES_READING)
+ANSWERED: Final = (*SLOW, End.LEAVES_AT_EVENT, End.REFUSED)
+"""The ends of requests that are for an answer: for its stream, or with a field that only they have."""
+UNSAMPLED_SHARE: Final = 0.12
+"""The share of the other requests that are for vectors, or for decisions."""
 
 
 class Trouble(StrEnum):
@@ -246,6 +250,9 @@ def _asked(rng: random.Random, end: End) -> tuple[str, Json]:
     if end in SLOW:
         fields |= {"max_tokens": rng.choice([60, 120]), "ignore_eos": True, "n": 1, "return_token_ids": True}
         fields.pop("stop", None)
+    own = random.Random(-1 - fields["seed"])  # the other requests are the same without
+    if end not in ANSWERED and own.random() < UNSAMPLED_SHARE:
+        return (_embeddings if own.random() < 0.6 else _decisions)(own)
     return path, fields
 
 
@@ -275,6 +282,28 @@ def _completion(rng: random.Random, slow: bool) -> tuple[str, Json]:
         if "echo" in fields and rng.random() < 0.3:
             fields |= {"max_tokens": 0, "n": 1}
     return "/v1/completions", fields
+
+
+def _embeddings(rng: random.Random) -> tuple[str, Json]:
+    texts = [_text(rng) for _ in range(rng.choice([1, 2, 5, 20]))]
+    ids = [[rng.randrange(10, 300) for _ in range(rng.randint(1, 60))] for _ in texts]
+    given: list[Any] = rng.choice([texts, ids])
+    fields: Json = {"model": MODEL, "input": given if len(given) > 1 else given[0]}
+    if rng.random() < 0.5:
+        fields["encoding_format"] = rng.choice(["float", "base64"])
+    if rng.random() < 0.2:
+        fields["truncate_prompt_tokens"] = rng.randint(1, 20)
+    return "/v1/embeddings", fields
+
+
+def _decisions(rng: random.Random) -> tuple[str, Json]:
+    questions: list[Json] = [
+        {"type": "predicate", "instructions": _text(rng)},
+        {"type": "choice", "instructions": "Who?", "choices": [{"value": word} for word in WORDS[2:6]]},
+        {"type": "score", "instructions": "Lazy?", "levels": [{"label": word} for word in WORDS[:3]]},
+    ]
+    asked = [rng.choice(questions) for _ in range(rng.choice([1, 2, 6]))]
+    return "/v1/decisions", {"model": MODEL, "input": _text(rng), "questions": asked}
 
 
 def _text(rng: random.Random) -> str:

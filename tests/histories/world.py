@@ -19,6 +19,7 @@ import msgspec
 
 import engine.api.answer.exchange
 import engine.api.answer.outputs
+import engine.api.core.parts
 import engine.api.http.app
 import engine.api.http.generate
 import engine.api.http.http2_server
@@ -61,6 +62,7 @@ TURN_S: Final = 1.0
 """The virtual time after an end in which all that it held has been released, in seconds."""
 CONTEXT_LEN: Final = 256
 HANG_S: Final = 1.0
+VECTOR_LEN: Final = 2
 OF_A_REQUEST: Final = (
     gateway.request.exchange.Exchange,
     gateway.request.record.ExchangeRecord,
@@ -72,6 +74,7 @@ OF_A_REQUEST: Final = (
     engine.api.http.generate.Generation,
     engine.api.answer.outputs.ChoiceOutput,
     engine.api.answer.outputs.RequestOutput,
+    engine.api.core.parts.Parts,
     engine.api.http.http2_server.ServerRequest,
     engine.api.http.http2_server.ServerResponder,
     shared.http2.stream.Stream,
@@ -278,6 +281,7 @@ class _World:
             stall_deadline_s=setting.stall_deadline_s,
             drain_timeout_s=0.1,
             core_timeout_s=0.3,
+            embeddings="mean",
         )
         cores: list[InProcessCore] = []
 
@@ -299,6 +303,7 @@ class _World:
             max_model_len=CONTEXT_LEN,
             vocab_size=tokenizer.vocab_size,
             drafts_max=setting.drafts_max,
+            vector_len=VECTOR_LEN,
         )
         config = SchedulerConfig(
             step_tokens_max=setting.step_tokens_max,

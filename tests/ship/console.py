@@ -1,9 +1,9 @@
 """The console in a real browser, against a real `penstock up`: `python -m tests.ship.console [FOLDER]`.
 
 It logs in, chats, opens that answer's waterfall and compares its numbers with the log lines of both services,
-tries what a tenant can put on the page, follows a session, fills the gateway with live requests and measures
-the page's longest task, logs out, and takes pictures into FOLDER, light and dark, narrow and wide, to be
-looked at.
+tries what a tenant can put on the page, follows a session, compares what is said of drafts, fills the gateway
+with live requests and measures the page's longest task, logs out, and takes pictures into FOLDER, light and
+dark, narrow and wide, to be looked at.
 """
 
 from __future__ import annotations
@@ -218,6 +218,46 @@ async def follow(page: Page, here: Up) -> None:
     await fill(page, "session", "")
     await page.until(f"{IDS}.includes('evil-1')")
     print(f"session {line['session']}: {share} cached")
+
+
+async def drafts(page: Page, here: Up) -> None:
+    """What a request's page says of its drafts, and of what its caller predicted, is what both lines have."""
+    messages = [{"role": "user", "content": "What is a penstock?"}]
+    answers: dict[str, str] = {}
+    async with aiohttp.ClientSession(headers={"authorization": f"Bearer {here.key}"}) as session:
+        async with session.get(f"{here.url}/models") as answer:
+            model = (await answer.json())["data"][0]["id"]
+        body: dict[str, Any] = {"model": model, "messages": messages, "max_tokens": 60, "temperature": 0}
+        for name in ("alone", "predicted"):
+            if (known := answers.get("alone")) is not None:
+                told = f"{known[: len(known) * 2 // 3]} 0 0 0 0 0 0"  # right, and then wrong
+                body["prediction"] = {"type": "content", "content": told}
+            headers = {"x-request-id": name}
+            async with session.post(f"{here.url}/chat/completions", json=body, headers=headers) as answer:
+                answers[name] = (await answer.json())["choices"][0]["message"]["content"]
+    assert answers["predicted"] == answers["alone"] != ""
+    facts = "Object.fromEntries([...document.querySelectorAll('[data-fact]')].map(one =>"
+    facts += " [one.dataset.fact, one.textContent]))"
+    for name in answers:
+        line, engine = here.line("gateway", name), here.line("engine", name)
+        await page.js(f"location.hash = '#/request/{name}'")
+        await page.until(f"document.querySelector('h1.id')?.textContent.includes('{name}')"
+                         " && document.querySelector('[data-fact=charged]')")  # fmt: skip
+        shown, drafted = await page.js(facts), line.get("drafted_tokens", 0)
+        assert drafted == engine.get("drafted_tokens", 0)
+        assert ("drafts" in shown) == bool(drafted), shown
+        assert ("prediction" in shown) == (name == "predicted"), shown
+        if drafted:
+            saved = line["accepted_tokens"]
+            right = f"{100 * saved / drafted:.0f} %"
+            steps = "step" if saved == 1 else "steps"
+            assert shown["drafts"] == f"{saved} {steps} saved ({right} of {drafted} right)", shown
+    right, wrong = line["accepted_prediction_tokens"], line["rejected_prediction_tokens"]
+    assert shown["prediction"] == f"{right} right, {wrong} wrong", shown
+    assert right > 0
+    assert wrong > 0
+    assert line["completion_tokens"] >= right + wrong, "what is wrong is charged"
+    print(f"drafts: {shown['drafts']}; prediction: {shown['prediction']}")
 
 
 async def fill(page: Page, name: str, value: str) -> None:
@@ -576,6 +616,7 @@ async def check(folder: Path) -> None:
             await compare(page, here, request_id)
             await attack(page, here)
             await follow(page, here)
+            await drafts(page, here)
             await search(page, here)
             await overview(page, here)
             await tenants(page, here)

@@ -110,11 +110,12 @@ class EngineExchange:
         self.request_id = accept_request_id(request.headers.get(REQUEST_ID_HEADER))
         self.tenant = request.headers.get(TENANT_HEADER, "")
         """The tenant that the gateway names; empty where no gateway does."""
-        self.stages = house.tracing.stages(
+        self.stages = Stages(
             "engine",
             house.clock,
             traceparent=request.headers.get(TRACEPARENT_HEADER),
             tracestate=request.headers.get(TRACESTATE_HEADER),
+            samples=house.tracing.samples,
         )
         self.endpoint = "unknown"
         """The route, once it is found."""

@@ -30,7 +30,7 @@ from shared.fairness.fair_threads import at_once
 from shared.process import logs
 from shared.text.model_files import BadModelFile, S, filled, read_object, refusals, shown, unexplained
 from shared.text.prompts import prompt_slices
-from shared.text.template_input import EFFORT
+from shared.text.template_takes import EFFORT
 from shared.text.tokenizer import Tokenizer, TokenizerBundle, read_files
 from shared.text.tokenizer_files import CONFIG as TOKENIZER_CONFIG
 from shared.text.tokenizer_files import TokenizerFiles

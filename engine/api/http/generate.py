@@ -20,6 +20,8 @@ Rules
    was written since it looked last. A client that does not read gets none.
 5. A prompt counts as computed once one of its choices has begun. What a request has cost is reported at its
    end, whatever that is.
+6. A request of thousands of sequences takes milliseconds wherever all of them are looked through. Other
+   requests run between any two of these steps.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ import secrets
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
+from itertools import compress
 from typing import Final
 
 from msgspec import UNSET, UnsetType
@@ -54,6 +57,9 @@ from shared.wire import sse
 from shared.wire.causes import Cause, CauseCode
 from shared.wire.errors import ApiError, RequestAborted
 
+CROWD: Final = 256
+"""The sequences of a request that are looked through in a millisecond. Of more than that, others run in
+between."""
 STREAM_COPIES: Final = 4
 """The copies of a stream's text where its end tells it again: as it came, twice in an item that is done, and
 in an event."""
@@ -71,6 +77,8 @@ async def generate(state: EngineState, exchange: EngineExchange, kind: type[Gene
         arrival = Arrival()
         with state.listed(exchange.request_id, exchange.tenant, arrival):
             asked = await deadlines.bounded(ask(state, exchange, kind, holding))
+            if len(asked.choices) > CROWD:
+                await asyncio.sleep(0)
         if arrival.is_aborted:
             raise RequestAborted("The request was aborted.")
         exchange.id_header = asked.api.id_header
@@ -148,6 +156,7 @@ class Generation:
         self._no_text = Detokenizer(model.tokenizer.decode_stream([]))
         """The detokenizer of sequences of which nothing is sampled, however many."""
         self._outputs = [self._choice_output(asked, model, index) for index in range(len(asked.choices))]
+        self._is_crowd = len(self._outputs) > CROWD
         self._parts = None if asked.branches is None else self._parts_of(asked.branches, asked.share)
         self._encoder = self._make_encoder(asked, model)
         if asked.api.failing is not None:
@@ -162,13 +171,22 @@ class Generation:
             output.submitted_at = submitted_at
         try:
             with self._deadlines.watch(self._expire, self._is_waiting):
+                if self._is_crowd:
+                    await self._let_others_run()
                 self._submit()
-                self._exchange.tally = self._tally(submitted_at)
+                self._exchange.tally = Tally(len(self._outputs), masks_s=0.0 if self._grammar_kind else None)
                 if not self._streams:
                     self._exchange.tell_load()
                 await (self._stream() if self._streams else self._respond())
         finally:
             await self._end()
+
+    async def _let_others_run(self) -> None:
+        """Leave the loop to others for a turn. Raises the error that ended the request meanwhile, which is
+        then not sent to the core."""
+        await asyncio.sleep(0)
+        if self._output.error is not None:
+            raise self._output.error
 
     def _submit(self) -> None:
         first_token_s = self._deadlines.first_token_left_s
@@ -287,12 +305,16 @@ class Generation:
 
     async def _respond(self) -> None:
         deltas: list[Delta] = sorted(await self._output.take(), key=lambda delta: delta.index)
+        if self._is_crowd:
+            await asyncio.sleep(0)
         if (turn := self._state.ends.ask(self._exchange.tenant)) is not None:
             await turn
         self._settle()
         self._exchange.answers()
         closing = sse.encode_closing(self._exchange.closing()).decode()
         headers = {sse.CLOSING_HEADER: closing}
+        if self._is_crowd:
+            await asyncio.sleep(0)
         await self._write_whole(self._encoder.whole(deltas, self._usage(self._exchange.tally)), headers)
 
     async def _write_whole(self, pieces: Iterator[bytes], headers: Mapping[str, str]) -> None:
@@ -439,13 +461,12 @@ class Generation:
     def _prompt_tokens(self) -> int:
         """The number of prompt tokens that count as computed. A prompt counts once, however many
         choices it has, and only when one of them has begun."""
-        n, outputs = self._n, self._outputs
-        shared_len = self._shared_len if any(output.has_begun for output in outputs) else 0
-        return shared_len + sum(
-            length
-            for i, length in enumerate(self._prompt_lens)
-            if any(output.has_begun for output in outputs[i * n : (i + 1) * n])
-        )
+        n = self._n
+        begun = [output.has_begun for output in self._outputs]
+        shared_len = self._shared_len if any(begun) else 0
+        if n > 1:
+            begun = [any(begun[first : first + n]) for first in range(0, len(begun), n)]
+        return shared_len + sum(compress(self._prompt_lens, begun))
 
     def _cached_tokens(self) -> int:
         """The number of these tokens that were found in the prefix cache. Those with which all prompts begin
@@ -464,6 +485,8 @@ class Generation:
         if shared_len := self._shared_len:
             again = [max(0, shared_len - output.cached_len) for output in self._outputs if output.has_begun]
             return sum(again) - max(again, default=0)
+        if self._n == 1:
+            return 0
         lacking = [
             [
                 length - 1 - output.cached_len

@@ -29,7 +29,14 @@ from engine.runtime.device.graphs import DecodeInputs
 from engine.runtime.device.slots import DeviceBatch
 from engine.runtime.kernels.autotune import DeviceLinear, MatmulTable
 from engine.runtime.kernels.begin import StepRows, begin_step
-from engine.runtime.kernels.delta_net import DeltaLayer, DeltaRows, delta_chunks, delta_step
+from engine.runtime.kernels.delta_net import (
+    Cells,
+    DeltaLayer,
+    DeltaRows,
+    delta_chunks,
+    delta_step,
+    turn_windows,
+)
 from engine.runtime.kernels.delta_net import implements as takes_delta
 from engine.runtime.kernels.dependent_launch import dependent_launches
 from engine.runtime.kernels.fused import (
@@ -351,7 +358,8 @@ class _Recurrence:
 
     @staticmethod
     def of(states: StepStates, device: torch.device) -> _Recurrence:
-        return _Recurrence(states, DeltaRows.of(states.chunks, device) if states.chunks else None)
+        chunks, order = states.chunks, states.states.order
+        return _Recurrence(states, DeltaRows.of(chunks, device, order=order) if chunks else None)
 
     def __call__(self, x: Tensor, layer: DeltaLayer, place: int) -> Tensor:
         """A delta net's inputs [T, any] -> [T, Hv * Dv]."""
@@ -360,7 +368,8 @@ class _Recurrence:
         if step.decode_rows:
             assert step.slots is not None
             assert step.lengths is not None
-            delta_step(x, step.slots, step.lengths, layer, *kept, out)
+            cells = None if (order := step.states.order) is None else Cells(order, step.states.slots)
+            delta_step(x, step.slots, step.lengths, layer, *kept, out, cells, step.ahead)
         if self.chunks is not None:
             delta_chunks(x, self.chunks, layer, *kept, out)
         return out
@@ -442,29 +451,42 @@ class DeviceModel:
     def forward(self, batch: PackedBatch) -> Tensor:
         """The final hidden states [T, hidden], on the device. Host tensors of the batch are copied without
         waiting."""
+        return self._forward(batch, batch.decode_rows, *self._attending(batch), self._bound(batch))
+
+    def _attending(self, batch: PackedBatch) -> tuple[DecodeRows | None, PrefillRows | None]:
+        """What computes the rows of one token, and those behind them."""
         n = batch.decode_rows
         tables = batch.page_tables.to(self.decoder.device, non_blocking=True)
         decode = self.decode.prepare(batch, tables[:n]) if n else None
-        prefill = self.prefill.prepare(batch, tables[n:]) if n < len(batch.rows) else None
-        return self._forward(batch, n, decode, prefill)
+        return decode, self.prefill.prepare(batch, tables[n:]) if n < len(batch.rows) else None
 
     def verify(self, batch: DeviceBatch) -> Tensor:
         """`forward` of a batch in which rows verify drafts. What is for decodes computes their tokens, too,
         where it has kernels for several tokens of a row; else they are chunks."""
         ahead, n = batch.ahead, batch.stream_tokens
         assert ahead is not None
+        own = ahead.first(n)
+        rows = batch.rows[batch.decode_rows + len(batch.plan.drafts) :]
+        states = None
+        if self.states is not None:
+            slots, lengths = batch.sampled_slots[:n], batch.stream_lengths
+            states = StepStates(self.states, rows, n, slots, lengths, ahead=own)
         if not self.decode.together:
-            return self.forward(batch)
-        decode = self.decode.on_device(batch.token_tables[:n], batch.stream_lengths, ahead.first(n))
+            return self._forward(batch, batch.decode_rows, *self._attending(batch), states)
+        decode = self.decode.on_device(batch.token_tables[:n], batch.stream_lengths, own)
         prefill = None
-        if n < batch.tokens:
-            rows = batch.decode_rows + len(batch.plan.drafts)
-            chunks = [Chunk(row.start, row.length, row.offset - n) for row in batch.rows[rows:]]
-            prefill = self.prefill.of_chunks(chunks, batch.page_tables[rows:])
-        return self._forward(batch, n, decode, prefill)
+        if rows:
+            chunks = [Chunk(row.start, row.length, row.offset - n) for row in rows]
+            prefill = self.prefill.of_chunks(chunks, batch.page_tables[-len(rows) :])
+        return self._forward(batch, n, decode, prefill, states)
 
     def _forward(
-        self, batch: PackedBatch, n: int, decode: DecodeRows | None, prefill: PrefillRows | None
+        self,
+        batch: PackedBatch,
+        n: int,
+        decode: DecodeRows | None,
+        prefill: PrefillRows | None,
+        states: StepStates | None,
     ) -> Tensor:
         """`decode` computes the first n tokens."""
 
@@ -483,7 +505,7 @@ class DeviceModel:
         step = StepTokens(
             moved(batch.token_ids), moved(batch.positions), moved(places.pages), moved(places.offsets)
         )
-        return self.decoder.hidden(step, self.cache, attend, self._bound(batch))
+        return self.decoder.hidden(step, self.cache, attend, states)
 
     def _bound(self, batch: PackedBatch) -> StepStates | None:
         if self.states is None:
@@ -507,6 +529,8 @@ class DeviceSampler:
     """The known tokens by slot, [slots, more than max_model_len] int32: new ones are written here."""
     columns: DeviceSampling
     scratch: SamplingScratch
+    states: States | None = None
+    """Of a model that has them: the windows of right drafts become their slots' own."""
 
     def __call__(
         self, hidden: Tensor | ResidualStream, slots: Tensor, lengths: Tensor, ahead: Ahead | None = None
@@ -515,7 +539,12 @@ class DeviceSampler:
         int64, NUMERIC_FAILURE where logits were not finite, and their log-probabilities [S]. The logits stay
         in `scratch` until the next call. `ahead`: of a step in which rows verify drafts."""
         logits = self.decoder.logits(hidden, self.scratch.logits[: len(slots)])
-        return sample(logits, slots, lengths, self.columns, self.scratch, self.tokens, ahead)
+        found = sample(logits, slots, lengths, self.columns, self.scratch, self.tokens, ahead)
+        if ahead is not None and self.states is not None:
+            assert self.states.order is not None
+            cells = Cells(self.states.order, self.states.slots)
+            turn_windows(slots, ahead, self.scratch.agreed, cells)
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -534,5 +563,5 @@ class DecodeStep:
         """The rows' tokens and log-probabilities, [rows] each, as `DeviceSampler` gives them."""
         with dependent_launches(self.launches_dependently):
             stream = self.decoder.decode(inputs, self.kept)
-            sampler = DeviceSampler(self.decoder, self.kept.tokens, self.sampling, self.scratch)
-            return sampler(stream, inputs.slots, inputs.lengths, inputs.ahead)
+            own = self.kept.tokens, self.sampling, self.scratch, self.kept.states
+            return DeviceSampler(self.decoder, *own)(stream, inputs.slots, inputs.lengths, inputs.ahead)

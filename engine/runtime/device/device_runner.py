@@ -108,6 +108,8 @@ class DeviceRunner:
 
     def _compute(self, batch: DeviceBatch) -> Computed:
         drafted = batch.drafted
+        if self.states is not None:
+            self.states.open(batch.verifying)
         if batch.is_decode and self.steps.takes(batch.tokens, drafted):
             tokens, logprobs = self.steps.run(*batch.streams, drafted)
             return self._sampled(batch, tokens[: batch.tokens], logprobs)

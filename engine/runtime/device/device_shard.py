@@ -85,6 +85,8 @@ from engine.runtime.step.kv_cache import (
     page_count,
     useful_pages,
     useful_states,
+    useful_windows,
+    window_count,
 )
 from engine.runtime.step.pooling import Pooler
 from engine.runtime.step.protocols import AttentionSpec
@@ -201,10 +203,17 @@ class DeviceShard:
         return StateGeometry.of(self.model, self.decoder.dtype)
 
     @property
+    def undrafted(self) -> str | None:
+        """Why no row verifies drafts, where they are asked for."""
+        if self.design.lacks is not None and self.states.slot_bytes:
+            return "torch's operations leave no state behind each token"
+        return None
+
+    @property
     def together_max(self) -> int:
-        """The most tokens of a row; 1: none verifies drafts, as a state cannot take a wrong one back."""
+        """The most tokens of a row; 1: none verifies drafts (`undrafted`)."""
         most = min(self.design.config.max_drafts, DRAFTS_MAX) + 1
-        if self.states.slot_bytes:
+        if self.undrafted is not None:
             return 1
         if self.design.attention.decode.backend is not Backend.TRITON:
             return most
@@ -213,8 +222,27 @@ class DeviceShard:
 
     @property
     def drafts_together(self) -> int:
-        """The most drafts of a step."""
-        return min(self.design.config.max_num_seqs * (self.together_max - 1), DRAFTS_TOGETHER_MAX)
+        """The most drafts of a step, where there is memory for their states."""
+        config, most = self.design.config, self.together_max - 1
+        useful = useful_windows(config, most) if self.states.slot_bytes else config.max_num_seqs * most
+        return min(useful, DRAFTS_TOGETHER_MAX)
+
+    @property
+    def largest(self) -> RunnerInfo:
+        """As `info` of few pages has it, for steps that are measured or compiled: with all drafts of a
+        step."""
+        windows = self.drafts_together if self.states.slot_bytes else 0
+        return self._drafting(self.info(pages=1), self.drafts_together, windows)
+
+    def _drafting(self, info: RunnerInfo, together: int, windows: int) -> RunnerInfo:
+        """With so many drafts in a step."""
+        return msgspec.structs.replace(
+            info,
+            drafts_max=min(self.together_max - 1, together),
+            drafts_together=together,
+            verify_shapes=[] if self.design.is_eager else list(self._verify_buckets(together)),
+            state_windows=windows,
+        )
 
     def info(self, pages: int) -> RunnerInfo:
         """The runner's sizes and type, with times and host memory left at 0."""
@@ -226,32 +254,32 @@ class DeviceShard:
         )
         arithmetic = f"{kernels}, {design.attention.arithmetic}, {design.precision}, {shards} shards"
         sizes = self.geometry, self.decoder.dtype, self.max_model_len, pages
-        rest = arithmetic, self.states.slot_bytes, self.pooler
-        info = untimed_info(design.config, self.model, *sizes, *rest)
-        shapes = () if self.design.is_eager else self._verify_buckets
-        return msgspec.structs.replace(
+        state_bytes, (together, windows) = self.states.slot_bytes, (self.drafts_together, 0)
+        info = untimed_info(design.config, self.model, *sizes, arithmetic, state_bytes, self.pooler)
+        if state_bytes:
+            together = windows = window_count(together, self.geometry, pages, state_bytes)
+        info = msgspec.structs.replace(
             info,
             is_async=True,
-            drafts_max=self.together_max - 1,
-            drafts_together=self.drafts_together,
-            verify_shapes=list(shapes),
         )
+        return self._drafting(info, together, windows)
 
-    @property
-    def _verify_buckets(self) -> tuple[int, ...]:
-        """The padded numbers of tokens of steps in which rows verify drafts."""
-        tokens = min(self.design.config.max_num_seqs + self.drafts_together, GRAPH_ROWS_MAX)
-        return verify_buckets(tokens) if self.drafts_together else ()
+    def _verify_buckets(self, drafts: int) -> tuple[int, ...]:
+        """The padded numbers of tokens of steps in which rows verify drafts, so many at most."""
+        tokens = min(self.design.config.max_num_seqs + drafts, GRAPH_ROWS_MAX)
+        return verify_buckets(tokens) if drafts else ()
 
     def page_count(self) -> int:
         """The number of pages that fit beside the largest step. Raises DoesNotFit."""
         config, state_bytes = self.design.config, self.states.slot_bytes
         sizes = self.geometry, self.max_model_len
         snapshots = useful_states(config, *sizes, state_bytes) * state_bytes
+        windows = self.drafts_together * state_bytes
         if config.kv_cache_memory is not None:
-            return page_count(config, self.model, *sizes, 0, config.max_num_seqs * state_bytes, snapshots)
-        useful, page_bytes = useful_pages(config, self.max_model_len), self.geometry.page_bytes
-        return kv_page_count(self._profile(), config.gpu_memory_utilization, page_bytes, useful, snapshots)
+            states = config.max_num_seqs * state_bytes
+            return page_count(config, self.model, *sizes, 0, states, snapshots, windows)
+        own = useful_pages(config, self.max_model_len), snapshots, windows
+        return kv_page_count(self._profile(), config.gpu_memory_utilization, self.geometry.page_bytes, *own)
 
     def build(self, info: RunnerInfo, progress: Progress) -> DeviceRunner:
         """A runner of the sizes in `info`. Raises DoesNotFit."""
@@ -259,7 +287,7 @@ class DeviceShard:
             runner, step = self._assemble(info)
             if runner.states is not None:
                 runner.states.reserve(info.state_places)
-                progress(self.states.describe(info.slots, info.state_places))
+                progress(self.states.describe(info.slots, info.state_places, info.state_windows))
             if not self.design.is_eager:
                 runner.steps = self._captured(step, runner, self.card.graphs(), progress)
             progress("planning attention of long prompts")
@@ -287,8 +315,9 @@ class DeviceShard:
                 progress(f"kernels that overlap: {found.value} for {', '.join(own)} rows")
         return graphs
 
-    def _assemble(self, info: RunnerInfo) -> tuple[DeviceRunner, DecodeStep]:
-        """A runner that launches kernel by kernel, and its decode step."""
+    def _assemble(self, info: RunnerInfo, *, is_real: bool = True) -> tuple[DeviceRunner, DecodeStep]:
+        """A runner that launches kernel by kernel, and its decode step. `is_real`: False where nobody reads
+        what it computes."""
         device, decoder, model = self.card.device, self.decoder, self.model
         pages = info.pages + 1  # the last is for padding rows
         cache = KVCache(self.geometry, pages, self.kv_scales, device)
@@ -300,27 +329,30 @@ class DeviceShard:
             info.vocab_size,
             info.pages,
             device,
-            self.drafts_together,
+            info.drafts_together,
         )
-        sampled = info.slots + self.drafts_together
+        sampled = info.slots + info.drafts_together
         scratch = SamplingScratch.empty(sampled, info.vocab_size, decoder.dtype, device)
         spec = AttentionSpec.of(model)
         bounds = Bounds(sampled, info.max_model_len, self.card.multiprocessors, self.together_max)
         decode, prefill = build_backends(self.design.attention, cache, spec, decoder.dtype, bounds)
-        # one more than there are sequences, for padding rows
-        states = States(self.states, info.slots + 1, device) if info.state_bytes else None
+        states = None
+        if info.state_bytes:  # one more than there are sequences, for padding rows
+            cells = info.slots + 1, device, info.state_windows
+            states = States(self.states, *cells, are_real=is_real)
         kept = StepTables(slots.tokens, slots.page_table, cache, decode, states)
         step = DecodeStep(decoder, kept, slots.sampling, scratch)
         rows_max = min(info.slots, GRAPH_ROWS_MAX)
         whole = DeviceModel(decoder, cache, decode, prefill, states)
-        verified = verify_shapes(self._verify_buckets, decode.together or (self.together_max,))
+        buckets = self._verify_buckets(info.drafts_together)
+        verified = verify_shapes(buckets, decode.together or (self.together_max,))
         runner = DeviceRunner(
             info=info,
             model=whole,
             cache=cache,
             host=HostPages(cache, info.host_pages),
             slots=slots,
-            sampler=DeviceSampler(decoder, slots.tokens, slots.sampling, scratch),
+            sampler=DeviceSampler(decoder, slots.tokens, slots.sampling, scratch, states),
             steps=self._graphs(step, slots, batch_buckets(rows_max), verified=verified),
             pooler=self.pooler,
         )
@@ -341,7 +373,7 @@ class DeviceShard:
         """Run the largest step, and measure the memory that it takes from torch and past torch."""
         card, start = self.card, self.at_start
         with enough_memory("running the largest step", "lower --max-step-tokens or --max-num-seqs"):
-            runner, step = self._assemble(self.info(pages=1))
+            runner, step = self._assemble(self.largest, is_real=False)
             idle = card.memory()
             card.start_peak()
             for plan in largest_plans(runner.info, self.design.config.max_step_tokens):
@@ -383,7 +415,7 @@ class DeviceShard:
         for overlaps in forms if all_products else forms[:1]:
             with dependent_launches(overlaps):
                 self.tune()
-        runner, step = self._assemble(self.info(pages=1))
+        runner, step = self._assemble(self.largest, is_real=False)
         runner.cache.clear_tails = clear_tails
         for plan in largest_plans(runner.info, self.design.config.max_step_tokens):
             runner.compute(plan)
@@ -488,6 +520,10 @@ def load_shard(
         if said := design.precision.describe(model, shard.kv_scales):
             progress(said)
         progress(compiled())
+    if config.max_drafts and shard.undrafted is not None:
+        progress(f"verifying no drafts: {shard.undrafted}")
+    elif config.max_drafts and model.mtp is not None:
+        progress("drafting without the model's MTP layer: it is not computed on a GPU")
     progress("measuring which kernels multiply fastest")
     shard.tune()
     progress("measuring the largest step")

@@ -222,8 +222,8 @@ class DeviceBatch(PackedBatch):
         """The tensors of `drafted`, on the device."""
         if self.drafted is None:
             return None
-        before, behind, masked_by = self._sent[6:]
-        return Ahead(before, behind, masked_by, self.drafted.most)
+        before, behind, masked_by, windows = self._sent[6:]
+        return Ahead(before, behind, masked_by, self.drafted.most, windows)
 
     @property
     def token_slots(self) -> Tensor:
@@ -287,7 +287,7 @@ class DeviceBatch(PackedBatch):
         ends = np.array([row.end for row in self.sampled], np.int32)
         columns: list[NDArray[np.int32]] = []
         if drafted is not None:  # a token for each draft beside the one of its row
-            columns = [np.array(column, np.int32) for column in drafted]
+            columns = [np.array(column, np.int32) for column in drafted.columns]
             row_of = np.cumsum(columns[0] == 0) - 1
             last, own, ends = last[row_of] - columns[1], own[row_of], ends[row_of] - columns[1]
         return upload(

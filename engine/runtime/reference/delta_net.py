@@ -23,6 +23,7 @@ from torch import Tensor
 from engine.runtime.models.spec import DeltaNet
 from engine.runtime.reference.exact import sigmoid, silu, softplus
 from engine.runtime.step.batch import Row
+from engine.runtime.step.protocols import Ahead
 from engine.runtime.step.states import States
 from engine.runtime.weights.parameters import DeltaWeights
 
@@ -45,6 +46,9 @@ class StepStates:
     """The tokens of those rows, the new one included, [decode_rows] int32, beside `slots`."""
     windows: Mapping[int, Sequence[int]] = field(default_factory=dict)
     """Where rows that verify leave the states behind their tokens, by slot."""
+    ahead: Ahead | None = None
+    """Beside `slots`: of tokens of which some are drafts. Each is one of `decode_rows` then, and `rows` are
+    those behind them alone."""
 
     def __post_init__(self) -> None:
         if self.slots is None:
@@ -53,7 +57,7 @@ class StepStates:
     @property
     def chunks(self) -> Sequence[Row]:
         """The rows behind those of one token."""
-        return self.rows[self.decode_rows :]
+        return self.rows if self.ahead is not None else self.rows[self.decode_rows :]
 
     @property
     def places(self) -> Tensor | list[int]:

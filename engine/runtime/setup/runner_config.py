@@ -112,8 +112,8 @@ class RunnerConfig:
     max_drafts: Annotated[int, Meta(ge=0, le=15), Unit("tokens")] = 15
     """The most tokens that are guessed for a stream, from what its prompt and answer hold already or, on a
     CPU, by the model's own MTP layer, and verified in one step with its next one. The tokens are the same; a
-    step guesses as many as pay by its learned cost. On a GPU none is of a model that has states, and on a CPU
-    by torch's kernels none of others. On a GPU graphs and memory for it are set aside at the start. 0:
+    step guesses as many as pay by its learned cost. Torch's operations have none on a GPU where the model has
+    states, and on a CPU where it has none. On a GPU graphs and memory for it are set aside at the start. 0:
     none."""
 
     def __post_init__(self) -> None:

@@ -8,6 +8,8 @@ from collections import Counter
 import httpx
 import pytest
 
+from engine.api.answer.exchange import EngineExchange
+from engine.api.answer.outputs import RequestOutput
 from engine.api.ask import asking
 from engine.api.ask.admission import Choice, plan_choices
 from engine.api.ask.engine_state import IN_ONE_TURN
@@ -65,6 +67,58 @@ async def test_answers_that_end_together_end_in_turns_of_their_tenants(
     order = [tenant for _, tenant in turns.ended]
     assert len(order) == CROWD + 1
     assert order.index("victim") <= 2
+
+
+async def test_others_run_between_the_steps_of_a_request_of_many_inputs(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No two of what goes through all of its inputs are done in one turn of the loop, and each piece of its
+    answer is written in a turn of its own."""
+    turns = Turns(monkeypatch)
+    done = list[tuple[str, int]]()
+
+    def note(owner: object, name: str) -> None:
+        original = getattr(owner, name)
+
+        def noted(*given: object) -> object:
+            done.append((name, turns.turn))
+            return original(*given)
+
+        monkeypatch.setattr(owner, name, noted)
+
+    note(asking, "plan_vectors")
+    for name in ("_make_encoder", "_submit", "_settle"):
+        note(Generation, name)
+    note(RequestOutput, "finish_one")
+    note(EngineExchange, "write")
+    given = [[at % 300] for at in range(generate.CROWD + 1)]
+    async with serve(core={"vector_len": 128}, embeddings="mean") as served:
+        turns.count()
+        answer = await served.http.post("/v1/embeddings", json={"model": "tiny", "input": given})
+        assert len(answer.json()["data"]) == len(given)
+        served.assert_nothing_leaks()
+    ended = max(turn for name, turn in done if name == "finish_one")  # then the deltas are taken
+    steps = [turn for name, turn in done if name != "finish_one"]
+    assert len(set(steps)) == len(steps) >= 7, done
+    assert steps[3] > ended + 1, "they are taken and settled in one turn"
+
+
+async def test_a_request_of_many_inputs_that_is_aborted_before_the_core_has_it_costs_nothing(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    others_run = Generation._let_others_run
+
+    async def aborted(generation: Generation) -> None:
+        generation.abort()
+        await others_run(generation)
+
+    monkeypatch.setattr(Generation, "_let_others_run", aborted)
+    async with serve(core={"vector_len": 4}, embeddings="mean") as served:
+        given = [[7]] * (generate.CROWD + 1)
+        answer = await served.http.post("/v1/embeddings", json={"model": "tiny", "input": given})
+        assert answer.json()["error"]["code"] == "request_aborted"
+        assert not served.core.asked
+        served.assert_nothing_leaks()
 
 
 async def test_nothing_is_made_for_requests_that_find_the_queue_full(

@@ -546,6 +546,26 @@ def test_a_stream_with_a_grammar_or_a_reader_that_is_slow_is_not_waited_for() ->
     assert not drafting.waits()
 
 
+def test_a_stream_drafts_behind_its_newest_token_once_that_is_there() -> None:
+    drafting, (stream,), _ = streaming([(0.9, 9)], 0.0)
+    assert drafting._looked_at([stream], 9) == []
+    stream.land(1, Want.SAMPLE)
+    stream.append(3, 0.0)
+    assert [each for each, _ in drafting._looked_at([stream], 9)] == [stream]
+
+
+def test_who_comes_when_the_room_for_indexes_is_used_up_drafts_nothing() -> None:
+    drafting, (one, other), (own, _) = streaming([(0.9, 9)] * 2, 0.0)
+    drafting.drafter_of(one).size = drafting.drafter_of(other).size = 60
+    drafting.room = 100
+    assert drafting.waits()
+    assert (one.drafter, other.drafter, drafting.room) == (own, None, 40)
+    assert other.drafts_from == other.kv_len_max
+    for each in (other, one):
+        drafting.leave(each)
+    assert (one.drafter, drafting.room) == (None, 100)
+
+
 def test_the_hosts_time_is_learned() -> None:
     drafting, _, _ = streaming([(0.9, 9)], 0.0)
     for _ in range(200):

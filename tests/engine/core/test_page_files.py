@@ -208,6 +208,10 @@ def truncate(path: Path) -> None:
     os.truncate(name(path, 1), HEADER_LEN + PAGE_BYTES - 1)
 
 
+def lengthen(path: Path) -> None:
+    os.truncate(name(path, 1), HEADER_LEN + PAGE_BYTES + 1)
+
+
 def swap(path: Path) -> None:
     name(path, 1).write_bytes(name(path, 2).read_bytes())
 
@@ -223,7 +227,7 @@ def replaced_by_a_link(path: Path) -> None:
     name(path, 1).symlink_to(path / "elsewhere")
 
 
-@pytest.mark.parametrize("damage", [truncate, swap, of_another_version])
+@pytest.mark.parametrize("damage", [truncate, lengthen, swap, of_another_version])
 @pytest.mark.parametrize("is_running", [True, False])
 def test_a_file_that_is_not_as_it_was_is_a_miss_and_removed(
     path: Path, damage: Callable[[Path], None], is_running: bool

@@ -167,12 +167,14 @@ class Bench:
         asked = [SamplingParams(seed=slot, max_tokens=1) for slot in range(batch)]
         sampling.seat_all(range(batch), asked, [context + 1] * batch)
         scratch = SamplingScratch.empty(batch * each, config.vocab_size, self.decoder.dtype, CUDA)
-        kept = StepTables(tokens, table, cache, attention, self._states(batch + 1))
-        return DecodeStep(self.decoder, kept, sampling, scratch)
+        states = self._states(batch + 1, batch * (each - 1))
+        return DecodeStep(
+            self.decoder, StepTables(tokens, table, cache, attention, states), sampling, scratch
+        )
 
-    def _states(self, slots: int) -> States | None:
+    def _states(self, slots: int, windows: int = 0) -> States | None:
         geometry = StateGeometry.of(self.config, self.decoder.dtype)
-        return States(geometry, slots, CUDA) if self.config.deltas else None
+        return States(geometry, slots, CUDA, windows) if self.config.deltas else None
 
     def _shares(
         self, ms: float, batch: int, context: int, kv_dtype: torch.dtype, tokens: int = 1
@@ -379,6 +381,7 @@ def main() -> int:
         flat_rows,
         partial(drafted, LLAMA, DRAFTED_BATCHES, DRAFTED),
         partial(drafted, QWEN, DRAFTED_BATCHES, DRAFTED),
+        partial(drafted, HYBRID, (1, 32), (0, 1, 3, 7)),
         partial(overlapped, LLAMA, (1, 32, 256)),
         partial(overlapped, QWEN, (1, 32, 256)),
         partial(overlapped, HYBRID, (1,)),

@@ -393,7 +393,7 @@ def sample_launch(*, verifies: bool = False) -> object:
     columns = DeviceSampling.empty(64, vocab, device)
     scratch = device_sampling.SamplingScratch.empty(rows, vocab, torch.bfloat16, device)
     row = meta(rows, dtype=torch.int32)
-    ahead = Ahead(row, row, row, 4) if verifies else None
+    ahead = Ahead(row, row, row, 4, row) if verifies else None
     known = meta(64, 4097, dtype=torch.int32)
     with ExitStack() as stack:
         for kernel in SAMPLING:
@@ -428,6 +428,17 @@ def delta_step_launch(net: DeltaNet = QWEN3_5) -> None:
     delta_net.delta_step(x, row, row, layer, inputs, heads, meta(32, net.values))
 
 
+def delta_verify_launch(net: DeltaNet = QWEN3_5) -> None:
+    """32 tokens, of which some are drafts."""
+    layer, inputs, heads = delta_layer(net)
+    x, row = meta(32, net.channels + net.values + 2 * net.value_heads), meta(32, dtype=torch.int32)
+    cells = delta_net.Cells(meta(64, dtype=torch.int32), 33)
+    ahead, out = Ahead(row, row, row, 4, row), meta(32, net.values)
+    delta_net.delta_step(x, row, row, layer, inputs, heads, out, cells)
+    delta_net.delta_step(x, row, row, layer, inputs, heads, out, cells, ahead)
+    delta_net.turn_windows(row, ahead, row, cells)
+
+
 def delta_chunks_launch(net: DeltaNet = QWEN3_5) -> None:
     """A prompt of 2k tokens."""
     layer, inputs, heads = delta_layer(net)
@@ -446,6 +457,12 @@ def report_delta() -> None:
     report("delta step", delta_net, "delta_step_kernel", delta_step_launch)
     shared = partial(delta_step_launch, DeltaNet(16, 48, 128, 128, 4))
     report("delta step of shared keys", delta_net, "delta_step_kernel", shared)
+    for kernel, name in (("delta_step", "step in cells"), ("delta_verify", "drafts"), ("turn", "turn")):
+        verify = partial(delta_verify_launch, DeltaNet(16, 48, 128, 128, 4) if kernel == "turn" else QWEN3_5)
+        with ExitStack() as stack:
+            for other in ("delta_step_kernel", "delta_verify_kernel", "turn_kernel"):
+                stack.enter_context(recorded(delta_net, other))
+            report(f"delta {name}", delta_net, f"{kernel}_kernel", verify)
     for kernel in DELTA_CHUNKS:
         report(f"delta {kernel.removesuffix('_kernel')}", delta_net, kernel, delta_chunks_launch)
 

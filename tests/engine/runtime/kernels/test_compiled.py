@@ -97,7 +97,8 @@ def test_chunks_of_delta_nets_feed_the_tensor_cores_and_fetch_ahead(reports: dic
 
 
 def test_a_step_of_a_delta_net_has_its_state_in_registers(reports: dict[str, Report]) -> None:
-    for name in ("delta step", "delta step of shared keys"):
+    """And between its tokens, where it verifies drafts."""
+    for name in ("delta step", "delta step of shared keys", "delta step in cells", "delta drafts"):
         assert reports[name]["stack_bytes"] == 0, name
         assert 8 * 32 * reports[name]["registers"] <= 65536, name
 

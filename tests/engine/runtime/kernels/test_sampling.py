@@ -308,7 +308,7 @@ class Verified:
             columns,
             scratch,
             known,
-            Ahead(column(before), column(before), column(masked_by), max(before) + 1),
+            Ahead(column(before), column(before), column(masked_by), max(before) + 1, column(before)),
         )
         rest = iter(tokens.tolist())
         return [[next(rest) for _ in range(len(own) + 1)] for own in self.drafts], columns, known.cpu()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,7 +29,7 @@ from engine.contract.messages import (
     SlotAssignment,
     Want,
 )
-from engine.contract.packing import Biases
+from engine.contract.packing import Biases, packed
 from engine.core.queue.newcomers import AddSequence
 from engine.core.scheduler import Scheduler
 from engine.core.scheduler_config import SchedulerConfig
@@ -80,6 +81,12 @@ COMPANY: tuple[dict[str, Any], ...] = (
     {"temperature": 0.7, "logprobs": 3, "prompt_logprobs": 2},
     {"temperature": 1.0, "min_p": 0.1, "logit_bias": Biases.of(((3, 2.0),)), "logprobs": 0},
 )
+VECTOR_LEN = 32
+UNSAMPLED: tuple[dict[str, Any], ...] = (
+    {"max_tokens": 0, "vector_len": VECTOR_LEN},
+    {"max_tokens": 0, "scored": packed([5, 7, 300])},
+)
+"""The parameters of prompts whose vector is asked for, and of those behind which tokens are scored."""
 WRONG_CLOCKS = """
 import sys, time
 if "engine.runtime.parallel.rank" in sys.orig_argv:
@@ -119,6 +126,7 @@ def small(path: Path, size: int) -> dict[str, Any]:
         "max_num_seqs": slots,
         "max_step_tokens": 24,
         "threads": 1,
+        "embeddings": "mean",
         "kv_cache_memory": 2 * slots * state_bytes + PAGES * page_bytes,
     }
 
@@ -133,15 +141,36 @@ def requests(first_handle: int) -> list[AddSequence]:
     return added
 
 
+def unsampled(first_handle: int) -> list[AddSequence]:
+    rng, added = random.Random(12), []
+    for number, length in enumerate((1, 16, 33, 70, 7, 60)):
+        prompt = rng.choices(range(VOCAB_SIZE), k=length)
+        sampling = SamplingParams(seed=number, **UNSAMPLED[number % len(UNSAMPLED)])
+        added.append(AddSequence(first_handle + number, f"unsampled-{number}", prompt, sampling))
+    return added
+
+
+def company(first_handle: int) -> list[AddSequence]:
+    """Those that are answered, with vectors and scores between them."""
+    answered, others = requests(first_handle), unsampled(first_handle + 50)
+    return [*answered[:4], *others, *answered[4:]]
+
+
 def said(runner: Runner) -> tuple[dict[int, list[int]], dict[int, list[float]], CoreStats]:
-    """Everybody twice, plain and overlapped; then one twice alone, so that it finds its own pages."""
+    """Everybody twice, plain and overlapped; then one twice alone, so that it finds its own pages. The
+    numbers of vectors, and the scores, are told as log-probabilities are."""
     config = SchedulerConfig(step_tokens_max=24, queue_len_max=64)
     scheduler = knowing(Scheduler(config, runner.info), COPIES_ARE_CHEAP)
-    steps = serve(scheduler, runner, requests(0)) + serve_overlapped(scheduler, runner, requests(100))
+    steps = serve(scheduler, runner, company(0)) + serve_overlapped(scheduler, runner, company(100))
     for first_handle in (200, 300):
         longest = max(requests(first_handle), key=lambda request: len(request.prompt_ids))
         steps += serve(scheduler, runner, [longest])
-    return *all_said(steps), steps[-1].stats
+    tokens, numbers = all_said(steps)
+    for step in steps:
+        numbers |= {handle: [*scores] for handle, scores in step.scores}
+        numbers |= {handle: [*struct.unpack(f"<{VECTOR_LEN}f", vector)] for handle, vector in step.vectors}
+    assert len(numbers.keys() & {one.handle for at in (0, 100) for one in unsampled(at + 50)}) == 12
+    return tokens, numbers, steps[-1].stats
 
 
 @pytest.mark.usefixtures("wrong_clocks")
