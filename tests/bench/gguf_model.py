@@ -2,10 +2,10 @@
 weights, the same tokens.
 
 Matrices are bfloat16 as they are, float32, or Q8_0: 8 bits with a scale for each 32 of a row. Norms and
-filters are float32, as llama.cpp wants them. Of a Llama it turns neighbours in a head by one angle, where Hugging Face's
-layout has one half of the head beside the other. Of Qwen3.5, norms have their offset in them, and the decay
-of states its exponential; its value heads would have another order in llama.cpp where a key head has several,
-so that there must be as many of both. Needs the package `gguf` from PyPI.
+filters are float32, as llama.cpp wants them. Of a Llama it turns neighbours in a head by one angle, where
+Hugging Face's layout has one half of the head beside the other. Of Qwen3.5, norms have their offset in them,
+and the decay of states its exponential; its value heads would have another order in llama.cpp where a key
+head has several, so that there must be as many of both. Needs the package `gguf` from PyPI.
 """
 
 from __future__ import annotations
@@ -104,7 +104,8 @@ def of_hybrid(name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 def of_rotated(tensor: torch.Tensor, head_dim: int) -> torch.Tensor:
     """Queries' or keys' weights of a Llama as llama.cpp wants them: of a head, its halves' rows in turns."""
-    return tensor.unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2).flatten(0, 2)
+    heads: torch.Tensor = tensor.unflatten(0, (-1, 2, head_dim // 2))
+    return heads.transpose(1, 2).flatten(0, 2)
 
 
 def _add_config(writer: Any, config: dict[str, Any]) -> None:

@@ -563,5 +563,7 @@ class DecodeStep:
         """The rows' tokens and log-probabilities, [rows] each, as `DeviceSampler` gives them."""
         with dependent_launches(self.launches_dependently):
             stream = self.decoder.decode(inputs, self.kept)
-            own = self.kept.tokens, self.sampling, self.scratch, self.kept.states
-            return DeviceSampler(self.decoder, *own)(stream, inputs.slots, inputs.lengths, inputs.ahead)
+            sampler = DeviceSampler(
+                self.decoder, self.kept.tokens, self.sampling, self.scratch, self.kept.states
+            )
+            return sampler(stream, inputs.slots, inputs.lengths, inputs.ahead)

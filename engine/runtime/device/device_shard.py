@@ -253,15 +253,12 @@ class DeviceShard:
         )
         arithmetic = f"{kernels}, {design.attention.arithmetic}, {design.precision}, {shards} shards"
         sizes = self.geometry, self.decoder.dtype, self.max_model_len, pages
-        state_bytes, (together, windows) = self.states.slot_bytes, (self.drafts_together, 0)
-        info = untimed_info(design.config, self.model, *sizes, arithmetic, state_bytes, self.pooler)
-        if state_bytes:
-            together = windows = window_count(together, self.geometry, pages, state_bytes)
-        info = msgspec.structs.replace(
-            info,
-            is_async=True,
-        )
-        return self._drafting(info, together, windows)
+        rest = arithmetic, self.states.slot_bytes, self.pooler
+        info = untimed_info(design.config, self.model, *sizes, *rest)
+        together, windows = self.drafts_together, 0
+        if info.state_bytes:
+            together = windows = window_count(together, self.geometry, pages, info.state_bytes)
+        return self._drafting(msgspec.structs.replace(info, is_async=True), together, windows)
 
     def _verify_buckets(self, drafts: int) -> tuple[int, ...]:
         """The padded numbers of tokens of steps in which rows verify drafts, so many at most."""

@@ -295,7 +295,7 @@ def _others(options: argparse.Namespace, model: str) -> list[Server]:
         raise BenchFailed(f"--against-name has {len(names)} names of {len(urls)} servers")
     if pids and len(pids) != len(urls):
         raise BenchFailed(f"--against-pid has {len(pids)} processes of {len(urls)} servers")
-    known = [(pid,) for pid in pids] or [()] * len(urls)
+    known: list[tuple[int, ...]] = [(pid,) for pid in pids] or [()] * len(urls)
     return [
         Server(f"{name}, ", ApiServer(url), options.against_model or model, own)
         for url, name, own in zip(urls, names, known, strict=False)

@@ -555,8 +555,8 @@ def test_a_stream_drafts_behind_its_newest_token_once_that_is_there() -> None:
 
 
 def test_who_comes_when_the_room_for_indexes_is_used_up_drafts_nothing() -> None:
-    drafting, (one, other), (own, _) = streaming([(0.9, 9)] * 2, 0.0)
-    drafting.drafter_of(one).size = drafting.drafter_of(other).size = 60
+    drafting, (one, other), (own, second) = streaming([(0.9, 9)] * 2, 0.0)
+    own.size = second.size = 60
     drafting.room = 100
     assert drafting.waits()
     assert (one.drafter, other.drafter, drafting.room) == (own, None, 40)

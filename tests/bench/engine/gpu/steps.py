@@ -167,10 +167,8 @@ class Bench:
         asked = [SamplingParams(seed=slot, max_tokens=1) for slot in range(batch)]
         sampling.seat_all(range(batch), asked, [context + 1] * batch)
         scratch = SamplingScratch.empty(batch * each, config.vocab_size, self.decoder.dtype, CUDA)
-        states = self._states(batch + 1, batch * (each - 1))
-        return DecodeStep(
-            self.decoder, StepTables(tokens, table, cache, attention, states), sampling, scratch
-        )
+        kept = StepTables(tokens, table, cache, attention, self._states(batch + 1, batch * (each - 1)))
+        return DecodeStep(self.decoder, kept, sampling, scratch)
 
     def _states(self, slots: int, windows: int = 0) -> States | None:
         geometry = StateGeometry.of(self.config, self.decoder.dtype)
