@@ -33,7 +33,7 @@ def test_the_events_of_vllm_and_llama_cpp_are_read() -> None:
     raw = [
         b'data: {"choices":[{"index":0,"text":"ab","logprobs":null,"token_ids":null}],"usage":null}',
         b'data: {"choices":[{"index":0,"text":"c"}],"timings":{"draft_n":2}}',
-        b'data: {"choices":[],"usage":{"prompt_tokens":1,"completion_tokens":3,"prompt_tokens_details":null}}',
+        b'data: {"choices":[],"usage":{"prompt_tokens":1,"completion_tokens":3,"details":null}}',
     ]
     exchange = TimedRequest(0.0, events=raw)
     assert (_text(exchange), _used(exchange), _tokens(exchange)) == ("abc", 3, [])
