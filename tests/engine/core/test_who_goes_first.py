@@ -14,7 +14,7 @@ from engine.core.step import drafting, planner, victims
 from shared.fairness import fair_share
 
 ROOT = Path(__file__).parents[3]
-ROWS = 12
+ROWS = 13
 NUMBER = re.compile(r"`(\w+)\.(\w+)` (\d[\d., ]*\d|\d)")
 OWNERS = {
     "SchedulerConfig": SchedulerConfig(),
