@@ -584,13 +584,12 @@ class DecodeStep:
     def __call__(self, inputs: DecodeInputs) -> tuple[Tensor, Tensor]:
         """The rows' tokens and log-probabilities, [rows] each, as `DeviceSampler` gives them."""
         with dependent_launches(self.launches_dependently):
-            return self._run(inputs)
-
-    def _run(self, inputs: DecodeInputs) -> tuple[Tensor, Tensor]:
-        kept, stream = self.kept, self.decoder.decode(inputs, self.kept)
-        if self.hidden is not None:
-            assert isinstance(self.decoder, DeviceDecoder)
-            assert isinstance(stream, ResidualStream)
-            stream = self.hidden[: len(inputs.slots)].copy_(self.decoder.normed(stream))
-        sampler = DeviceSampler(self.decoder, kept.tokens, self.sampling, self.scratch, kept.states)
-        return sampler(stream, inputs.slots, inputs.lengths, inputs.ahead)
+            stream = self.decoder.decode(inputs, self.kept)
+            sampler = DeviceSampler(
+                self.decoder, self.kept.tokens, self.sampling, self.scratch, self.kept.states
+            )
+            if self.hidden is not None:
+                assert isinstance(self.decoder, DeviceDecoder)
+                assert isinstance(stream, ResidualStream)
+                stream = self.hidden[: len(inputs.slots)].copy_(self.decoder.normed(stream))
+            return sampler(stream, inputs.slots, inputs.lengths, inputs.ahead)

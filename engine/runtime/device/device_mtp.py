@@ -54,15 +54,14 @@ class DeviceMtpLayer:
         ranks: Collective,
     ) -> None:
         """`config` describes the whole model, which has such a layer, and whose network is `model`."""
+        of_embedding, of_hidden, matrix = mtp_parameters(config)
         device = model.device
-        of_embedding, of_hidden, fc = mtp_parameters(config)
         self.body: Final = DeviceDecoder(config.mtp_body, source, device, fp8=fp8, ranks=ranks, beside=model)
-        norms = of_embedding, of_hidden
-        self._norms: Final = [norm.read(source).to(device).float() for norm in norms]
+        self._norms: Final = [norm.read(source).to(device).float() for norm in (of_embedding, of_hidden)]
         self._eps: Final = config.norm.eps
-        matrix, bias = fc.read(source)
+        weight, bias = matrix.read(source)
         assert bias is None
-        self._fc: Final = DeviceLinear(matrix.to(device))
+        self._fc: Final = DeviceLinear(weight.to(device))
         self._model: Final = model
 
     @property

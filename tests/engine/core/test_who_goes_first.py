@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from engine.api.ask import engine_state
+from engine.api.http import generate
 from engine.config import EngineConfig
 from engine.core.estimate import pace
 from engine.core.queue import deadlines, newcomers, policy, tenants
@@ -20,6 +21,7 @@ OWNERS = {
     "SchedulerConfig": SchedulerConfig(),
     "EngineConfig": EngineConfig("model"),
     "fair_share": fair_share,
+    "generate": generate,
     "deadlines": deadlines,
     "drafting": drafting,
     "newcomers": newcomers,
