@@ -83,7 +83,7 @@ TemplateDefaults = Annotated[
 _SNAPSHOT: Final = re.compile(r".*/models--([^/]+)/snapshots/[0-9a-f]{40}")
 
 GONE: Final = {"kv_host_tier": "gone: host memory keeps what is evicted wherever swap_memory is not 0"}
-"""What became of settings that there are no more."""
+"""Sentences on what became of settings that are no more, by name."""
 HEADINGS: Final[Mapping[str, str]] = {
     "model": "model",
     "page_size": "memory",
@@ -111,9 +111,9 @@ class EngineConfig(RunnerConfig):
     """The longest gap that running streams are to see when prompts are computed beside them. inf: as long as
     max_step_tokens takes."""
     gap_target_priority_ms: Annotated[float, Meta(gt=0.0)] = 50.0
-    """The same while a stream of the class priority runs."""
+    """The longest gap while a stream of the class priority runs."""
     gap_target_flex_ms: Annotated[float, Meta(gt=0.0)] = 500.0
-    """The same while only streams of the class flex run."""
+    """The longest gap while only streams of the class flex run."""
     prompt_share: Annotated[float, Meta(ge=0.05, le=0.9)] = 0.5
     """The least share of the time that prompts have when no gap target can be kept: one half makes gaps at
     most twice as long as without prompts."""
@@ -156,7 +156,7 @@ class EngineConfig(RunnerConfig):
     """How the model marks reasoning and calls: the name of a family, or a file (see "Answers" in the README);
     none: neither is looked for. auto: the checkpoint's response_template, else its family's."""
     reranker: Literal["auto", "qwen3", "none"] = "auto"
-    """Whether the model ranks documents (/v1/rerank), as Qwen3-Reranker does. auto: where its files say so:
+    """Says that the model ranks documents (/v1/rerank), as Qwen3-Reranker does. auto: where its files say so:
     a LogitScore in modules.json, is_original_qwen3_reranker in config.json, or the question in its chat
     template. The first checkpoints of Qwen3-Reranker say nothing of it: qwen3."""
     tls_cert: Text | None = None

@@ -65,8 +65,8 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
 
 
 def pytest_xdist_auto_num_workers() -> int:
-    """Two processes more than there are cores: a third of the suite's time is waiting for services that start,
-    stop and die."""
+    """Two processes more than there are cores: a third of the suite's time is waiting for services that
+    start, stop and die."""
     return (os.cpu_count() or 1) + 2
 
 

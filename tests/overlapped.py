@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import random
 
+import msgspec
+
 from engine.contract.messages import Plan
 from tests.async_runner import AsyncRunner, Flight
 from tests.simulator import Report, _Simulation
@@ -27,6 +29,8 @@ class OverlappedSimulation(_Simulation):
         self._runner: AsyncRunner = AsyncRunner(
             self._runner.info, config.scheduler.step_tokens_max, self._held_slots
         )
+        if (drafting := self._scheduler._drafting) is not None:
+            drafting.runner = msgspec.structs.replace(drafting.runner, is_async=True)
         self._flying: tuple[Plan, Flight] | None = None
         self._uncommitted = 0
 

@@ -4,8 +4,8 @@
 
 The world and its messages are drawn by `tests.worlds`. A broken law is an AssertionError:
 
-- whenever anything happens, that no page, slot or sequence is lost or in two places (`Scheduler.check`; in
-  large worlds only now and then);
+- whenever anything happens, that no page, slot or sequence is lost or in two places (`tests.core_laws`; in
+  large worlds, and in usual runs, now and then);
 - at every plan, all that `FakeRunner` checks, and that nothing is computed for a paused sequence;
 - at every admission, that no waiting sequence was passed by more later arrivals than the bound of
   `engine.core.queue.policy` allows;
@@ -47,6 +47,7 @@ from engine.core.step.drafting import drafter_for
 from tests.bench.engine.core_window import draft_by, in_slot
 from tests.bench.engine.virtual import TurnWatch
 from tests.core_laws import check
+from tests.effort import drawn
 from tests.fake_disk import FakeDisk
 from tests.fake_drafts import FakeDrafts
 from tests.fake_grammars import FakeGrammars, random_delays
@@ -54,8 +55,8 @@ from tests.fake_runner import FakeRunner, runner_info, solo
 from tests.worlds import VECTOR_LEN, Message, SimConfig, draw_messages
 
 PAGES_CHECKED_ALWAYS = 16
-"""Pages up to which a world is checked whenever anything happens. Larger ones are checked more rarely, since
-a check takes time in proportion to the pages."""
+"""Pages up to which a world is checked whenever anything happens, or every third time in a usual run: what is
+lost stays lost. Larger ones are checked more rarely, since a check takes time in proportion to the pages."""
 
 
 @dataclass(slots=True)
@@ -206,7 +207,7 @@ class _Simulation:
             draft_by(self._scheduler, self._drafter_of)
         self.disk = disk
         self._watch = TurnWatch(self._scheduler)
-        self._moments_per_check = 1 + config.pages // PAGES_CHECKED_ALWAYS
+        self._moments_per_check = drawn(3, whole=1) + config.pages // PAGES_CHECKED_ALWAYS
         self._moments = 0
         self._lives: dict[int, Life] = {}
         self._unfinished: dict[int, Life] = {}

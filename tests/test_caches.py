@@ -8,10 +8,10 @@ import pytest
 
 from gateway.admission import guarded_store, redis_store
 from gateway.admission.guarded_store import GuardedStore
-from gateway.client import answer, deadlines, heads
+from gateway.client import answer, connection, deadlines
 from gateway.config.redis import RedisConfig
 from gateway.redis import links
-from gateway.relay import http1_requests, http2_client, upstream
+from gateway.relay import http1, http2_client, upstream
 from gateway.request import outbound
 from shared.http2 import headers
 from shared.process import logs
@@ -24,13 +24,13 @@ CACHES: dict[str, tuple[Any, int]] = {
     "statuses": (answer._begun, answer.STATUS_LINES_MAX),
     "status lines": (answer._status_line, answer.STATUS_LINES_MAX),
     "total timeouts": (deadlines._total_error, deadlines.TOTALS_MAX),
-    "hosts": (heads._is_host, heads.HOSTS_MAX),
+    "hosts": (connection._is_host, connection.HOSTS_MAX),
     "slots": (links._slot_of, links.TENANTS_KNOWN_MAX),
     "calls": (STORE._calls_of, redis_store.ENCODED_MAX),
     "notes": (STORE._notes_of, redis_store.ENCODED_MAX),
     "rows": (STORE._row_of, redis_store.ENCODED_MAX),
     "shares": (GuardedStore(broken(BrokenStore()))._share, guarded_store.SHARES_MAX),
-    "targets over HTTP/1.1": (http1_requests.target_of, http1_requests.TARGETS_MAX),
+    "targets over HTTP/1.1": (http1.target_of, http1.TARGETS_MAX),
     "targets over HTTP/2": (http2_client._target, http2_client.TARGETS_MAX),
     "media types": (upstream._media_type, upstream.TYPES_MAX),
     "tenants' headers": (outbound._same_for_all, outbound.TENANTS_KEPT_MAX),

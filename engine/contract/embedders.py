@@ -31,8 +31,9 @@ from shared.text.model_files import (
     USED,
     BadModelFile,
     KeyMeanings,
+    filled,
     only,
-    parse_object,
+    read_object,
     read_text,
     refusals,
     shown,
@@ -155,7 +156,7 @@ def read_embedder(
 ) -> Embedder | None:
     """How the directory's model embeds; None where it does not. `setting` and `cuts`: the operator's. Raises
     BadModelFile, whose message names the file."""
-    config = _fields(directory / "config.json") or {}
+    config = read_object(directory / "config.json") or {}
     own = _cuts(config) if cuts is None else read_cuts(cuts)
     modules = read_text(directory / MODULES)
     if modules is None or logit_score(modules) is not None:
@@ -265,7 +266,7 @@ def _modules(text: str) -> Sequence[_Module]:
 def _pooling(directory: Path, module: _Module) -> tuple[PoolingMode, int | None]:
     name = f"{module.path}/config.json"
     fields = _checked(directory, name, _POOLING_KEYS)
-    stated = _read(name, fields, _Pooling)
+    stated = filled(name, fields, _Pooling)
     mode = stated.pooling_mode or [of for key, of in _LEGACY_MODES.items() if fields.get(key)] or "mean"
     if isinstance(mode, list) and len(mode) == 1:
         [mode] = mode
@@ -284,7 +285,7 @@ def _behind(directory: Path, module: _Module) -> DenseModule | Normalization:
         return Normalization()
     if module.kind != "Dense":
         raise BadModelFile(f"{MODULES}: {shown(module.kind)} is not supported, only Dense and Normalize")
-    dense = _read(name, _checked(directory, name, _DENSE_KEYS), _Dense)
+    dense = filled(name, _checked(directory, name, _DENSE_KEYS), _Dense)
     activation = dense.activation_function.rpartition(".")[2]
     known = get_args(Activation)
     if not dense.activation_function.startswith("torch.nn.") or activation not in known:
@@ -300,19 +301,19 @@ def _tokens_max(directory: Path, module: _Module) -> int | None:
     """The most tokens that the model takes: the file of Transformer says so, else the tokenizer's, where no
     length is a number without end."""
     name = f"{module.path}/sentence_bert_config.json".removeprefix("/")
-    stated = _read(name, _checked(directory, name, _TRANSFORMER_KEYS), _Transformer)
+    stated = filled(name, _checked(directory, name, _TRANSFORMER_KEYS), _Transformer)
     modes = stated.modality_config
     if modes is not None and modes.get("text") != _TEXT:
         raise BadModelFile(f"{name}: modality_config of text must be the network's last_hidden_state")
-    own = _fields(directory / "tokenizer_config.json") or {}
-    length = stated.max_seq_length or _read("tokenizer_config.json", own, _TokenizerConfig).model_max_length
+    own = read_object(directory / "tokenizer_config.json") or {}
+    length = stated.max_seq_length or filled("tokenizer_config.json", own, _TokenizerConfig).model_max_length
     return int(length) if length is not None and 1 <= length < 1 << 31 else None
 
 
 def _check_prompt(directory: Path) -> None:
     """Refuse a prompt that is put before every text: no request would know of it."""
     name = "config_sentence_transformers.json"
-    stated = _read(name, _fields(directory / name) or {}, _Prompts)
+    stated = filled(name, read_object(directory / name) or {}, _Prompts)
     default = stated.default_prompt_name
     if default is not None and (stated.prompts or {}).get(default):
         raise BadModelFile(
@@ -322,7 +323,7 @@ def _check_prompt(directory: Path) -> None:
 
 
 def _cuts(config: Mapping[str, Any]) -> Cuts:
-    stated = _read("config.json", config, _Matryoshka)
+    stated = filled("config.json", config, _Matryoshka)
     if stated.matryoshka_dimensions:
         return Cuts(lens=tuple(sorted(length for length in stated.matryoshka_dimensions if length > 0)))
     return Cuts(are_any=bool(stated.is_matryoshka))
@@ -330,7 +331,7 @@ def _cuts(config: Mapping[str, Any]) -> Cuts:
 
 def _problems(directory: Path, name: str, table: KeyMeanings) -> Iterator[str]:
     """A sentence for each key of a file that is not supported, and for each that is not known."""
-    fields = _fields(directory / name) or {}
+    fields = read_object(directory / name) or {}
     yield from (f"{name}: {problem}" for problem in refusals(fields, table))
     unknown = [shown(key) for key, value in fields.items() if key not in table and value is not None]
     if unknown:
@@ -340,21 +341,4 @@ def _problems(directory: Path, name: str, table: KeyMeanings) -> Iterator[str]:
 def _checked(directory: Path, name: str, table: KeyMeanings) -> dict[str, Any]:
     if problems := [*_problems(directory, name, table)]:
         raise BadModelFile("; ".join(problems))
-    return _fields(directory / name) or {}
-
-
-def _fields(path: Path) -> dict[str, Any] | None:
-    """The keys and values of a JSON file; None where there is no such file."""
-    try:
-        text = read_text(path)
-        return None if text is None else parse_object(text)
-    except BadModelFile as error:
-        raise BadModelFile(f"{path.name} {error}") from error
-
-
-def _read(name: str, fields: Mapping[str, Any], kind: type[S]) -> S:
-    """The Struct `kind`, filled from `fields`. A null is treated as an absent key."""
-    try:
-        return msgspec.convert({key: value for key, value in fields.items() if value is not None}, kind)
-    except msgspec.ValidationError as error:
-        raise BadModelFile(f"{name} cannot be read: {error}") from error
+    return read_object(directory / name) or {}

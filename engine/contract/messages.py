@@ -93,8 +93,9 @@ class SamplingParams(msgspec.Struct, array_like=True, frozen=True):
     logprobs: int | None = None
     """The number of likeliest tokens reported with each token's log-probability; None: no such."""
     prompt_logprobs: int | None = None
-    """The same for each prompt token but the first. Until they are sent, such a sequence takes nothing from
-    the prefix cache, because cached positions are not computed and so have no logits."""
+    """The number of likeliest tokens reported with each prompt token but the first. Until they are sent, such
+    a sequence takes nothing from the prefix cache, because cached positions are not computed and so have no
+    logits."""
     vector_len: int = 0
     """The numbers of the prompt's vector, where that is asked for; 0: it is not. Then `max_tokens` is 0, and
     the sequence takes nothing from the prefix cache and leaves nothing there: a vector may be of all
@@ -527,7 +528,7 @@ class SlotAssignment(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Want(IntEnum):
-    """What a row of a plan is to bring beside its keys and values."""
+    """The result that a row of a plan is to bring beside its keys and values."""
 
     NOTHING = 0
     SAMPLE = 1

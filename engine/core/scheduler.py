@@ -439,7 +439,7 @@ class Scheduler:
         self._allocator.settle(flight)
 
     def _foreseen(self, matched: list[tuple[int, int]]) -> dict[int, list[int]]:
-        """What may follow behind the tokens of sequences with grammars, by handle: they are drafted before
+        """The drafts of sequences with grammars, by handle: they are made before
         their masks are filled, as each needs one."""
         assert self._drafting is not None
         sequences = {handle: self._sequences[handle] for handle, _ in matched}
@@ -497,7 +497,8 @@ class Scheduler:
     def stats(self) -> CoreStats:
         allocator, tier = self._allocator, self._allocator.host_tier
         pages, running = allocator.pages, allocator.running
-        free, cached, host_free, host_kept = pages.free, pages.cached, tier.host.free, tier.host.kept
+        free, cached, host = pages.free, pages.cached, tier.host
+        host_free, host_kept = (host.free, host.kept) if host.total else (0, 0)
         class_waiting, class_waited_s, class_tokens = NO_SEQUENCES, NO_WAITS_S, [*NO_SEQUENCES]
         if any(self._waiting.queues.values()):
             class_waiting, class_waited_s, class_tokens = self._waiting.by_class(self._now)
@@ -524,7 +525,7 @@ class Scheduler:
             swaps_in=allocator.copied_back,
             swapped_out_bytes=tier.pages_out * self._runner.page_bytes,
             swapped_in_bytes=tier.pages_in * self._runner.page_bytes,
-            host_pages_used=tier.host.total - host_free - host_kept,
+            host_pages_used=host.total - host_free - host_kept,
             host_pages_free=host_free,
             host_pages_kept=host_kept,
             prefix_host_tokens=self._planner.prefix_host_tokens,

@@ -147,15 +147,17 @@ class Sequence:
     computed_len: int = 0
     in_flight_len: int = 0
     coming: int = 0
+    guessing: int = 0
+    """The guesses that the model makes behind its newest token in a step in flight."""
     verifying: int = 0
     """Drafts that a step in flight verifies. They are counted as in flight, and the tokens behind them as
     coming, as if all were right."""
     prediction: array[int] | None = None
-    """What its caller expects its output to be."""
+    """The tokens that its caller expects its output to be."""
     drafter: Drafts | None = None
     """Finds its drafts; None before it is first looked at, and where it drafts nothing."""
     guesser: GuessDrafts | None = None
-    """The same, where the model guesses; else None."""
+    """Has drafts by the model's guesses; None where it makes none."""
     foreseen: Sequence_[int] = ()
     """Where it follows a grammar: the drafts behind which its masks are known."""
     foreseen_why: Sequence_[Sureness] = ()
@@ -163,13 +165,13 @@ class Sequence:
     masks_ahead: Sequence_[bytes] = ()
     """The mask behind each of them."""
     draft: Proposal | None = None
-    """What the beginning of these was drafted as; None where the grammar forces them."""
+    """The proposal that these begin with; None where the grammar forces them."""
     draft_chance: float = 0.0
     """The chance of the drafts that it verified last, or verifies, that one is right."""
     drafts_from: int = NEVER
     """The computed tokens from which on a plan is to look at it for drafts."""
     looks_from: int = 0
-    """The same for what is drafted before its masks are filled."""
+    """The computed tokens from which on it is looked at for drafts before its masks are filled."""
     drafted: int = 0
     """Drafts that steps verified, or verify."""
     accepted: int = 0
@@ -359,7 +361,7 @@ class Sequence:
         self._vacate()
 
     def want(self, length: int) -> Want:
-        """What a row of its next `length` tokens is to bring."""
+        """The result that a row of its next `length` tokens is to bring."""
         return Want.SAMPLE if length == self.pending_len and not self.is_only_read else Want.NOTHING
 
     def launch(self, step: int, length: int, want: Want) -> None:
@@ -410,6 +412,7 @@ class Sequence:
 
     def hear(self, guesses: list[int]) -> None:
         """Take what the model guesses behind its newest token."""
+        self.guessing = 0
         if self.guesser is not None and guesses:
             self.guesser.hear(guesses, len(self.tokens))
             self.looks_from = 0
@@ -470,6 +473,6 @@ class Sequence:
 
 
 def due_of(waiting: Iterable[Sequence]) -> list[Sequence]:
-    """Those of sequences without a slot whose `hold` is None. That is spelt out, since thousands may wait
+    """The sequences without a slot whose `hold` is None. That is spelt out, since thousands may wait
     and a call takes three times as long; tests compare the two."""
     return [s for s in waiting if s.paused_at is None and s.awaits is None and s.mask is not None]

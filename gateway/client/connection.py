@@ -1,5 +1,5 @@
-"""A client's connection, in what aiohttp leaves open: it is read in turns, its heads are bounded, and it must
-itself be read in time.
+"""A client's connection, in what aiohttp leaves open: it is read in turns, its heads are bounded and checked,
+and it must itself be read in time.
 
 Bodies are read in turns, shared fairly between tenants. A large body is read in pieces of 256 KiB, and a loop
 that finds a piece on each of a hundred connections is held for as long as all of them take. So a connection
@@ -11,7 +11,11 @@ of its own (`gateway.client.answer`). But aiohttp writes some answers by itself:
 until they are read, for ever, and a connection that is closed ends once they are. So a connection of which
 nothing is read is cut off after its time.
 
-aiohttp's parser is given what was received in pieces that end behind a head, and parses.
+aiohttp's parser is given what was received in pieces that end behind a head, and parses. Beyond that a head
+is refused that a proxy in front may read otherwise (`check_request`). A proxy's path rules, its routing by
+host and its framing must see the request that is served here. So there is one spelling of a path, a host is a
+host, and a body has one of two framings. A target in absolute form (`http://host/path`, RFC 9112 section
+3.2.2) names the host of the header, and its path is spelled as any.
 
 The gateway can be its own client, too, over a pair of sockets within the process: `Inward`. Such a request is
 like any other, from its headers to its completed line, and there is no port that others could reach.
@@ -23,17 +27,20 @@ change any of them, so each is tried before pyproject.toml lets it in.
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import re
 import socket
 import ssl
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
+from itertools import chain
 from typing import Any, Final, Protocol, cast
 
 from aiohttp import BaseConnector, ClientRequest, ClientTimeout, StreamReader, web
 from aiohttp.client_proto import ResponseHandler
-from aiohttp.http import HttpVersion11, RawRequestMessage
+from aiohttp.http import HttpVersion10, HttpVersion11, RawRequestMessage
 from aiohttp.tracing import Trace
 from aiohttp.web_protocol import RequestHandler
 
@@ -43,7 +50,7 @@ from shared.http2.connection_errors import ErrorCode
 from shared.process.listening import LINGER_S
 from shared.process.sockets import bound_transport
 from shared.process.tls import HTTP2
-from shared.wire.errors import forget_frames
+from shared.wire.errors import InvalidRequest, forget_frames
 
 BUFFER_LEN: Final = 32 * 1024
 """Half of the bytes beyond which what was received of a body pauses its connection."""
@@ -71,6 +78,14 @@ this API does that, and a packet may hold thousands."""
 HEAD_END: Final = b"\r\n\r\n"
 _CONTENT_LENGTH: Final = re.compile(rb"\r\n[Cc]ontent-[Ll]ength: *(\d{1,12})\r\n")
 """The header as clients write it; other spellings only cost a second piece."""
+
+_HOST: Final = re.compile(r"[A-Za-z0-9._~-]*(:[0-9]{0,5})?|\[[0-9A-Fa-f:.]+\](:[0-9]{0,5})?")
+_ABSOLUTE: Final = re.compile(r"(?P<scheme>[^/?#]*)://(?P<authority>[^/?#]*)")
+"""The beginning of a target in absolute form, up to its path."""
+HOSTS_MAX: Final = 64
+"""The number of values of `host` whose check is cached: there are few of them."""
+_SINGLE: Final = ("authorization", "x-api-key", "host", "content-encoding")
+"""Headers that must not be repeated, because proxies and servers differ in which of them counts."""
 
 Received = tuple[RawRequestMessage, StreamReader]
 """A request's head and its body, as aiohttp's parser gives them."""
@@ -536,3 +551,70 @@ def open_len(data: bytes, at: int | None, requests: Iterable[Received]) -> int:
     if at is None:
         at = data.rfind(HEAD_END) + len(HEAD_END)
     return max(0, len(data) - at)
+
+
+# -- heads, beyond what is parsed -----------------------------------------------------------------
+
+
+@lru_cache(maxsize=HOSTS_MAX)
+def _is_host(host: str) -> bool:
+    return _HOST.fullmatch(host) is not None
+
+
+def path_of(request: web.BaseRequest) -> str:
+    """The path as it was sent, without the query. An escaped letter makes it another path."""
+    raw = request.raw_path
+    if not raw.startswith("/") and (found := _ABSOLUTE.match(raw)) is not None:
+        raw = raw[found.end() :]
+    return raw.partition("?")[0]
+
+
+def host_of(request: web.BaseRequest) -> str:
+    """The host that a request is sent to, without the port. Its head is sound (`check_request`)."""
+    host = request.headers.get("host", "")
+    return host.partition("]")[0][1:] if host.startswith("[") else host.partition(":")[0]
+
+
+def is_address(host: str) -> bool:
+    """True if it is an IP address."""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def check_request(request: web.BaseRequest) -> None:
+    """Check a request's head, beyond what aiohttp's parser does. Raises InvalidRequest."""
+    headers = request.headers
+    if sum(map(len, chain.from_iterable(request.raw_headers))) > HEAD_LEN_MAX:
+        raise InvalidRequest("The request's headers are too large.")
+    if request.version not in (HttpVersion10, HttpVersion11):
+        answer_in_http11(request)
+        raise InvalidRequest("The request's version must be HTTP/1.0 or HTTP/1.1.")
+    if request.method == "CONNECT":  # aiohttp reads no body of it, so its body would be the next request
+        raise InvalidRequest("This is no proxy: there is no CONNECT.")
+    for name in _SINGLE:
+        if len(headers.getall(name, ())) > 1:
+            raise InvalidRequest(f"The header {name} is given more than once.", param=name)
+    if not _is_host(headers.get("host", "")):
+        raise InvalidRequest("The header host names no host.", param="host")
+    if not request.raw_path.startswith("/"):
+        _check_absolute(request.raw_path, headers.get("host"))
+    if (coding := headers.get("transfer-encoding")) is not None and coding.lower() != "chunked":
+        raise InvalidRequest("The only transfer-encoding is chunked.", param="transfer-encoding")
+
+
+def _check_absolute(target: str, host: str | None) -> None:
+    """Check a target that is no path. `host` is the header. Raises InvalidRequest."""
+    if (found := _ABSOLUTE.match(target)) is None:
+        return  # the asterisk of OPTIONS, which names nothing
+    authority = found["authority"]
+    if found["scheme"].lower() not in ("http", "https"):
+        raise InvalidRequest("The request's target must be a path, or a URL with http or https.")
+    if "@" in authority:
+        raise InvalidRequest("The request's target must name no user.")
+    if not _is_host(authority):
+        raise InvalidRequest("The request's target names no host.")
+    if host is not None and authority.lower() != host.lower():
+        raise InvalidRequest("The request's target names another host than the header host.", param="host")

@@ -8,7 +8,7 @@ from typing import Final
 
 from aiohttp import web
 
-from gateway.client.heads import path_of
+from gateway.client.connection import path_of
 from gateway.endpoints.dialect import CHUNKS, Dialect
 from shared.process.listening import SERVER
 from shared.process.probes import METHODS, Health, answer_probe

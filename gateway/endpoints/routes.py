@@ -166,7 +166,15 @@ SCOPES: Final = tuple(dict.fromkeys(route.scope for route in ROUTES if not route
 """The endpoints to which a key can be restricted."""
 
 
-def resources(table: Iterable[Route]) -> Mapping[str, Resource]:
+class Resources(dict[str, Resource]):
+    """What is served, by the routes' path, and at any other path. No other path is kept."""
+
+    def __missing__(self, path: str) -> Resource:
+        found = next((resource for resource in _WITH_IDS if resource.pattern.fullmatch(path)), None)
+        return found or next((nothing for above, nothing in _BELOW if path.startswith(above)), NOTHING)
+
+
+def resources(table: Iterable[Route]) -> Resources:
     """What is served by the routes of a table, by path."""
     by_path: dict[str, dict[str, Route]] = {}
     for route in table:
@@ -176,7 +184,7 @@ def resources(table: Iterable[Route]) -> Mapping[str, Resource]:
         routes[route.method] = route
         if route.method == "GET":
             routes["HEAD"] = route
-    return {path: _resource(path, routes) for path, routes in by_path.items()}
+    return Resources((path, _resource(path, routes)) for path, routes in by_path.items())
 
 
 def _resource(path: str, routes: Mapping[str, Route]) -> Resource:
@@ -216,11 +224,5 @@ def missing(path: str) -> ApiError:
     return RouteNotFound(no_such_path(path, lambda other: bool(find(other).routes)))
 
 
-def find(path: str) -> Resource:
-    """What is served at a path."""
-    return RESOURCES.get(path) or _find_other(path)
-
-
-def _find_other(path: str) -> Resource:
-    found = next((resource for resource in _WITH_IDS if resource.pattern.fullmatch(path)), None)
-    return found or next((nothing for above, nothing in _BELOW if path.startswith(above)), NOTHING)
+find: Final = RESOURCES.__getitem__
+"""Finds what is served at a path."""

@@ -49,7 +49,8 @@ class KnownCallers:
 
     def note(self, authorization: str, tenant: TenantId) -> None:
         """Note that a caller with this header belongs to the tenant."""
-        self._tenants.put(hash(authorization), tenant)
+        if self._tenants.get(own := hash(authorization)) != tenant:
+            self._tenants.put(own, tenant)
 
     def tenant_of(self, authorization: str) -> TenantId | None:
         """The tenant that a caller with this header belonged to. None where there was none of late."""

@@ -6,7 +6,7 @@ to others is nobody's business.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, KeysView
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from typing import Final, get_args
 
@@ -29,13 +29,15 @@ Rights = tuple[tuple[str, ...], tuple[str, ...]]
 class TenantPolicy:
     """Models and tenants at one moment. Immutable: a reload builds another."""
 
-    __slots__ = ("_fallback", "_names", "_tenants", "models")
+    __slots__ = ("_fallback", "_names", "_tenants", "ids", "models")
 
     def __init__(self, models: Iterable[ModelConfig], tenants: Iterable[TenantConfig]) -> None:
         self.models: Final = tuple(models)
         self._names: Final = {name: model for model in self.models for name in model.names}
         self._fallback: Final = self._names.pop(ANY, None)
         self._tenants: Final = {TenantId(tenant.id): tenant for tenant in tenants}
+        self.ids: Final = self._tenants.keys()
+        """The ids of all tenants."""
 
     def changed(self, put: Iterable[TenantConfig], removed: Iterable[TenantId]) -> TenantPolicy:
         """Another policy, with some tenants added or replaced and some removed."""
@@ -50,11 +52,6 @@ class TenantPolicy:
         if own is None or TIERS.index(own) >= TIERS.index(tenant.service_tier):
             return tenant
         return replace(tenant, service_tier=own)
-
-    @property
-    def ids(self) -> KeysView[TenantId]:
-        """The ids of all tenants."""
-        return self._tenants.keys()
 
     def all(self) -> Iterable[TenantConfig]:
         """The settings of every tenant."""

@@ -29,7 +29,7 @@ import msgspec
 from aiohttp import web
 from msgspec import Struct
 
-from gateway.client.heads import host_of, is_address, path_of
+from gateway.client.connection import host_of, is_address, path_of
 from gateway.client.responses import json_response
 from gateway.identity.caller import network_of
 from gateway.identity.keys import KEY_LEN_MAX, digest_of, hash_key, key_problem

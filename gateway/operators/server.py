@@ -27,8 +27,7 @@ import msgspec
 from aiohttp import web
 from msgspec import Struct
 
-from gateway.client.connection import serves
-from gateway.client.heads import check, path_of
+from gateway.client.connection import check_request, path_of, serves
 from gateway.client.responses import error_response, id_of, json_response, probe_response
 from gateway.directory.accounts import AccountsReader
 from gateway.identity.caller import Principal
@@ -108,6 +107,36 @@ class OperatorView(Struct):
     version: str
 
 
+async def answered(
+    request: web.BaseRequest,
+    request_id: str,
+    gate: Gate | None,
+    answer: Callable[[web.BaseRequest], Awaitable[web.Response]],
+) -> web.Response:
+    """The answer to a request on an admin listener, whatever happens. `gate` is None where a supervisor
+    asks, which has looked already."""
+    try:
+        check_request(request)
+        if gate is not None:
+            gate.check(request)
+        response = await answer(request)
+    except ApiError as error:
+        response = error_response(error, {})
+        response.force_close()  # a head that was refused may not be all that there is of the request
+        forget_frames(error)
+    except ConfigError as error:
+        response = refusal(error)
+        forget_frames(error)
+    except Exception:
+        log.exception("admin.crashed", path=path_of(request))
+        response = error_response(InternalError("The gateway failed; its log says how."), {})
+    if not request.content.is_eof():
+        response.force_close()  # nothing more is read of its body
+    response.headers[REQUEST_ID_HEADER] = request_id
+    secure(response)
+    return response
+
+
 class Admin:
     """The handlers of the admin listener."""
 
@@ -162,26 +191,7 @@ class Admin:
 
     async def handle(self, request: web.BaseRequest) -> web.Response:
         """Answer one request, whatever happens."""
-        try:
-            check(request)
-            if self._gate is not None:
-                self._gate.check(request)
-            response = await self._answer(request)
-        except ApiError as error:
-            response = error_response(error, {})
-            response.force_close()  # a head that was refused may not be all that there is of the request
-            forget_frames(error)
-        except ConfigError as error:
-            response = refusal(error)
-            forget_frames(error)
-        except Exception:
-            log.exception("admin.crashed", path=path_of(request))
-            response = error_response(InternalError("The gateway failed; its log says how."), {})
-        if not request.content.is_eof():
-            response.force_close()  # nothing more is read of its body
-        response.headers[REQUEST_ID_HEADER] = id_of(request)
-        secure(response)
-        return response
+        return await answered(request, id_of(request), self._gate, self._answer)
 
     async def _answer(self, request: web.BaseRequest) -> web.Response:
         """Raises RouteNotFound, MethodNotAllowed, and what the handler raises."""

@@ -38,6 +38,7 @@ from gateway.config.whole import EngineMake, ModelConfig, Salted
 from gateway.relay.checked_bundles import CheckedBundle, Unreadable, bundle_file
 from gateway.relay.upstream import HeaderPairs, Upstream
 from shared.apis.chat_messages import ChatMessage
+from shared.apis.generation import GenerationRequest
 from shared.apis.models import Capabilities
 from shared.apis.prompt import ChatPrompt
 from shared.process import logs
@@ -118,6 +119,8 @@ class Known:
     """True if the engine is taken for one of another make as long as it has told nothing of itself."""
     profile: EngineProfile | None = None
     """What it told last; `learn` sets it. None as long as it has told nothing."""
+    capabilities: Capabilities | None = None
+    """The abilities of the model. None as long as its engine has told nothing."""
     room: Room | None = None
     """The tokens that a prompt and its answer may have together. None while they are unknown."""
     is_ours: bool = False
@@ -143,12 +146,13 @@ class Known:
     def learn(self, profile: EngineProfile) -> None:
         """Take over what the engine tells of itself."""
         self.profile, self.room = profile, profile.room
+        self.capabilities = profile.capabilities or _UNTOLD
         self.is_ours = profile.tokenizer is not None or self.make == "penstock"
 
-    @property
-    def capabilities(self) -> Capabilities | None:
-        """The abilities of the model. None as long as its engine has told nothing."""
-        return None if self.profile is None else self.profile.capabilities or _UNTOLD
+    def check(self, request: GenerationRequest) -> None:
+        """Raises PathNotServed for a request of an API that the model is known not to serve."""
+        if self.capabilities is not None and not getattr(self.capabilities, request.ability):
+            self.capabilities.check(request)
 
     @property
     def takes_salt(self) -> bool:

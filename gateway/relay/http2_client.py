@@ -60,12 +60,11 @@ from gateway.relay.hop_errors import (
     NotHttp2,
     Unsendable,
 )
-from shared.http2.connection import Connection
+from shared.http2.connection import Connection, ConnectionPhase
 from shared.http2.connection_config import ConnectionConfig, PulseConfig, WatchConfig
 from shared.http2.connection_errors import StreamFailed, StreamRefused
 from shared.http2.endpoint import ConnectionEndpoint
 from shared.http2.headers import BadHeader, HeaderList, Headers, header_list
-from shared.http2.phase import ConnectionPhase
 from shared.http2.stream import Report, Stream
 from shared.process.clock import SYSTEM_CLOCK, Clock
 

@@ -1,4 +1,4 @@
-"""The relay: bytes from the engine to the client.
+"""The relay: bytes from the engine to the client, and how far they have come.
 
 The engine's events are passed on as they come; nothing parses them but the first, which may be an
 error in an envelope of success, and the closing comment at the very end. So may a unary answer be.
@@ -16,10 +16,16 @@ Rules:
 4. Some APIs' streams open before there is a token (`Dialect.silent`). What opens one is passed on, and begins
    the answer: an error behind it is an event, and no other replica is asked. Deadlines, figures and the
    replica's health wait for the first event that tells of the answer, and keep-alives count for none of them.
+5. The times at which events were passed on are noted, as the waterfall shows them: `TICKS_MAX` ticks at most.
+   When they are full, every second one is dropped, and from then on twice as many events lie between two of
+   them: an answer of any length has its ticks over all of its length.
+6. There is a tick for a read from the engine at most, however many events it brought. As long as none is due,
+   a read costs the comparison of two ints, and no look at the clock.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
@@ -40,7 +46,6 @@ from gateway.relay.foreign import (
     UsageFinder,
     look_into,
 )
-from gateway.relay.ticks import Ticks
 from gateway.relay.upstream import Answer
 from shared.http2.stream import Report
 from shared.process.clock import SYSTEM_CLOCK
@@ -61,6 +66,50 @@ _STREAM_HEADERS: Final = {
 _BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
 STOPPED: Final = "The engine stopped sending."
 LATE: Final = "The engine produced no token in time."
+TICKS_MAX: Final = 64
+"""Ticks of one answer."""
+TICK_LEN: Final = 16
+"""Bytes that a tick takes."""
+
+
+def _floats() -> array[float]:
+    return array("d")
+
+
+def _ints() -> array[int]:
+    return array("q")
+
+
+@dataclass(slots=True, eq=False)
+class Ticks:
+    """When events were passed on, and how many there were by then (rules 5 and 6)."""
+
+    at_s: array[float] = field(default_factory=_floats)
+    """The times, in seconds on the clock."""
+    events: array[int] = field(default_factory=_ints)
+    """The events that were passed on by then, this read's included."""
+    stride: int = 1
+    """The least number of events between two ticks."""
+    due: int = 1
+    """The number of events at which the next tick is due."""
+
+    def __len__(self) -> int:
+        return len(self.events)
+
+    def note(self, events: int, now_s: float) -> None:
+        """Note that so many events were passed on by now, `due` of them or more."""
+        if len(self.events) == TICKS_MAX:
+            self.at_s, self.events, self.stride = self.at_s[::2], self.events[::2], self.stride * 2
+        self.at_s.append(now_s)
+        self.events.append(events)
+        self.due = events + self.stride
+
+    def since(self, began_s: float) -> list[tuple[float, int]]:
+        """Each tick in milliseconds from then on, with its events."""
+        return [
+            (round((at_s - began_s) * 1e3, 3), events)
+            for at_s, events in zip(self.at_s, self.events, strict=True)
+        ]
 
 
 @dataclass(slots=True, eq=False)  # it is written for every event, and a write to a Struct takes twice as long

@@ -25,9 +25,8 @@ from aiohttp import web
 
 from gateway.admission.quota import QuotaStore, ReservationId
 from gateway.client.answer import Client
-from gateway.client.connection import ReadsInTurn, close_after
+from gateway.client.connection import ReadsInTurn, check_request, close_after, path_of
 from gateway.client.deadlines import Watch
-from gateway.client.heads import check, path_of
 from gateway.client.interface import Body, ClientConnection, Sink
 from gateway.client.responses import JSON, error_response, probe_response
 from gateway.config.whole import GatewayConfig
@@ -193,7 +192,7 @@ class Edge:
 
     def _probe(self, request: web.BaseRequest) -> web.Response:
         try:
-            check(request)
+            check_request(request)
         except InvalidRequest as error:
             response = error_response(error, {REQUEST_ID_HEADER: mint_request_id()})
             response.force_close()
@@ -211,7 +210,8 @@ class Edge:
             raise
         finally:
             self._complete(exchange)
-            forget_frames(exchange.watch.reason)
+            if (reason := exchange.watch.reason) is not None:
+                forget_frames(reason)
 
     async def _answer(self, exchange: Exchange, request: web.BaseRequest | None) -> None:
         try:
@@ -234,7 +234,7 @@ class Edge:
     def _serve(self, exchange: Exchange, request: web.BaseRequest | None) -> Awaitable[None]:
         """Answer by path and method."""
         if request is not None:
-            check(request)
+            check_request(request)
         route = exchange.resource.routes.get(exchange.method)
         if route is None or route.endpoint is None:
             if request is not None:
@@ -361,11 +361,12 @@ class Edge:
         watch: Watch,
     ) -> Exchange:
         """The exchange of a request. `headers` are looked up by small letters."""
-        stages = self._tracing.stages(
+        stages = Stages(
             "gateway",
             self._clock,
             traceparent=headers.get(TRACEPARENT_HEADER),
             tracestate=headers.get(TRACESTATE_HEADER),
+            samples=self._tracing.samples,
         )
         request_id = accept_request_id(headers.get(REQUEST_ID_HEADER))
         resource = find(path)

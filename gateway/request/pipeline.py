@@ -292,7 +292,7 @@ class Pipeline:
             self._known.note(caller.authorization, principal.tenant)
         elif exchange.resource.endpoint is not None:  # a browser shows its certificate for any site's page
             check_page(headers)
-        if principal.endpoints is not ALL_ENDPOINTS:
+        if principal.endpoints != ALL_ENDPOINTS:
             check_endpoint(principal, exchange.path)
         return principal
 
@@ -343,8 +343,8 @@ class Pipeline:
         engine = self._engines.of(terms.model)
         if engine.is_ours:  # another make may support the field, and ours refuses it
             asked.parsed.require_supported()
-            if asked.generation is not None and engine.capabilities is not None:
-                engine.capabilities.check(asked.generation)
+            if asked.generation is not None:
+                engine.check(asked.generation)
         return terms, engine
 
     async def _count(
@@ -417,7 +417,7 @@ class Pipeline:
 
     def _note_line(self, exchange: Exchange, used: Used) -> None:
         """Note the billing line of a reservation that was granted: there is one where usage counts one."""
-        if exchange.payer is not None:
+        if exchange.payer is not None and self._billing.spool is not None:
             facts = exchange.reservation, exchange.request_id, exchange.payer
             self._billing.note(*facts, used, exchange.reserved_s)
 

@@ -316,8 +316,10 @@ class Reporter:
     ) -> None:
         """Report on a request that has ended after so many seconds. `refusal` is that of the quotas, if they
         refused it."""
-        failed = has_failed(record.status, record.error_code is not None)
-        exemplar = self._tracing.exemplar(stages, record.request_id, seconds, failed=failed)
+        failed, exemplar = False, None
+        if self._tracing.is_on or stages.trace.sampled:
+            failed = has_failed(record.status, record.error_code is not None)
+            exemplar = self._tracing.exemplar(stages, record.request_id, seconds, failed=failed)
         stages.end(exemplar)
         record.ended(progress, refusal, stages, seconds)
         logged = logs.write_line(record, "info")

@@ -30,7 +30,7 @@ from typing import Final
 import msgspec
 from msgspec import Struct
 
-from gateway.relay.ticks import TICK_LEN, Ticks
+from gateway.relay.stream import TICK_LEN, Ticks
 from gateway.request.ring import Ring
 from shared.telemetry.stages import Stamps
 from shared.trace.axis import Visit, axis
@@ -115,7 +115,7 @@ class Recorder:
 
     def __init__(self, records_max: int, bytes_max: int = BYTES_MAX) -> None:
         """Each kind has room for `records_max`, as far as its part of the bytes goes."""
-        self._records_max: Final = records_max
+        self.is_on: Final = records_max > 0
         self._began_at: Final = datetime.now(UTC)
         self._answered: Final = Ring[_Entry](records_max, bytes_max * 5 // 16)
         self._troubled: Final = Ring[_Entry](records_max, bytes_max // 2)
@@ -132,10 +132,6 @@ class Recorder:
     def bytes_len(self) -> int:
         """Bytes of all records, about."""
         return sum(ring.bytes_len for ring in self._rings)
-
-    @property
-    def is_on(self) -> bool:
-        return self._records_max > 0
 
     @property
     def number(self) -> int:

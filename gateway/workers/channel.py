@@ -27,7 +27,7 @@ import msgspec
 from aiohttp import web
 from msgspec import Struct
 
-from gateway.client.heads import path_of
+from gateway.client.connection import path_of
 from gateway.client.responses import json_response
 from gateway.operators.asking import read_answer
 from gateway.operators.together import OperatorAnswer

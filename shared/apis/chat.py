@@ -9,8 +9,7 @@ from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 from shared.apis.chat_form import chat_prompt, check_chat
 from shared.apis.chat_messages import ChatMessage, FunctionToolCall
-from shared.apis.choices import ChoicesRequest
-from shared.apis.generation import FinishReasonName, Usage
+from shared.apis.generation import ChoicesRequest, FinishReasonName, Usage
 from shared.apis.nothing import EXTENSIONS, FALSE, LOOKED_INTO, NONE, Nothing
 from shared.apis.prediction import Prediction, check_prediction, known_prediction
 from shared.apis.prompt import ChatPrompt
@@ -184,7 +183,7 @@ class AssistantMessage(Unshown):
     role: Literal["assistant"] = "assistant"
     refusal: None = None
     annotations: tuple[()] = ()
-    """What a web search found. Our engines search none."""
+    """The finds of a web search. Our engines search none."""
     reasoning_content: str | UnsetType = UNSET
     """The model's reasoning, where it reasons."""
     reasoning: str | UnsetType = UNSET

@@ -7,8 +7,7 @@ from typing import Annotated, ClassVar, Final, Literal
 
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
-from shared.apis.choices import ChoicesRequest
-from shared.apis.generation import FinishReasonName, Usage
+from shared.apis.generation import ChoicesRequest, FinishReasonName, Usage
 from shared.apis.nothing import CHAT, EXTENSIONS, LOOKED_INTO, Nothing
 from shared.apis.prompt import Prompt, TextPrompt
 from shared.wire.errors import InvalidRequest

@@ -38,7 +38,7 @@ class DecisionPart(Unshown, omit_defaults=True):
     text: str | None = None
     refusal: str | None = None
     data: dict[str, Any] | list[dict[str, Any]] | None = None
-    """What a part of JSON says."""
+    """The value of a part of JSON."""
     image_url: str | None = None
     detail: Annotated[str, Meta(max_length=16)] | None = None
     prompt_cache_breakpoint: dict[str, Any] | None = None
@@ -79,7 +79,7 @@ Input = str | Annotated[list[DecisionItem], Meta(min_length=1, max_length=ITEMS_
 
 
 class Predicate(Unshown, tag_field="type", tag="predicate", omit_defaults=True):
-    """Whether a statement about the input is true."""
+    """Asks for the probability that a statement about the input is true."""
 
     instructions: _Text
     name: str | None = None
@@ -128,7 +128,7 @@ class DecisionsRequest(GenerationRequest, kw_only=True, dict=True):
     }
 
     input: Input
-    """What the questions are about: a text, or the items of a conversation."""
+    """The subject of the questions: a text, or the items of a conversation."""
     questions: Questions
 
     # accepted, without effect on the answer
@@ -154,14 +154,6 @@ class DecisionsRequest(GenerationRequest, kw_only=True, dict=True):
         if not isinstance(self.input, str):
             found |= dict.fromkeys(surplus_fields(self.input, fields["input"], "input", "input"))
         return [*found]
-
-    @property
-    def output_tokens_max(self) -> int:
-        return 0
-
-    @property
-    def stated_tokens_max(self) -> None:
-        return None
 
 
 def _check_distinct(choices: Sequence[GivenChoice], where: str) -> None:
@@ -270,7 +262,7 @@ def _given(value: T | None, where: str) -> T:
 class PredicateAnswer(Unshown, tag_field="type", tag="predicate", kw_only=True):
     name: str | None
     probability: float
-    """That it is true."""
+    """The probability that it is true."""
 
 
 class ChoiceProbability(Unshown):
@@ -301,7 +293,7 @@ class ScoreAnswer(Unshown, tag_field="type", tag="score", kw_only=True):
     """The mean of the levels' numbers."""
     probabilities: list[ScoreProbability]
     confidence: float
-    """As a choice's."""
+    """It counts as that of a choice does."""
 
 
 class DecisionInputDetails(PromptTokensDetails):

@@ -53,14 +53,6 @@ class EmbeddingsRequest(GenerationRequest, kw_only=True):
         if not all(items):
             raise InvalidRequest("input must have no item that is empty.", param="input")
 
-    @property
-    def output_tokens_max(self) -> int:
-        return 0
-
-    @property
-    def stated_tokens_max(self) -> None:
-        return None
-
 
 class Embedding(Unshown):
     index: int

@@ -1,4 +1,4 @@
-"""What a body may cost, before it is decoded: its values are counted, and its memory is reserved with its
+"""Bounds the cost of a body before it is decoded: its values are counted, and its memory is reserved with its
 tenant.
 
 The census. Decoding makes an object for every item of an array and every field of an object: 8 MiB can be 4
@@ -232,7 +232,7 @@ def weigh(body: bytes, holding: Holding) -> Census:
 
 
 async def weigh_long(body: bytes, holding: Holding, threads: FairThreads, tenant: str) -> None:
-    """The same for a body of any length, slice by slice on a thread."""
+    """Weigh a body of any length, slice by slice on a thread."""
     _held(body, await threads.run(tenant, census_slices(body), holds=True), holding)
 
 

@@ -36,13 +36,13 @@ class DeltaUsage(Struct, kw_only=True):
     """The tokens of an answer, as a stream's end tells them."""
 
     input_tokens: int
-    """Those of the prompt that were not found in the cache."""
+    """The tokens of the prompt that were not found in the cache."""
     cache_creation_input_tokens: int = 0
     """0: keeping a prompt costs nothing."""
     cache_read_input_tokens: int
     output_tokens: int
     output_tokens_details: OutputDetails | None
-    """Of models that reason, the part of `output_tokens` that is thinking."""
+    """The part of `output_tokens` that is thinking, of models that reason."""
     server_tool_use: None = None
 
 

@@ -174,8 +174,8 @@ class ContextEdit(Unshown, omit_defaults=True):
 
 
 class ContextManagement(Unshown):
-    """What is to be left out of a context. Ours leave out nothing: `clear_thinking_20251015` that keeps
-    all."""
+    """The parts that are to be left out of a context. Ours leave out nothing: `clear_thinking_20251015` that
+    keeps all."""
 
     edits: Annotated[list[ContextEdit], Meta(max_length=16)] | None = None
 

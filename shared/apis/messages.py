@@ -112,7 +112,7 @@ class MessagesRequest(GenerationRequest, kw_only=True, dict=True):
     ) = None
     """Texts that end the answer. It says which."""
     thinking: Thinking | None = None
-    """Whether the model thinks, for how many tokens at most, and whether its thoughts are shown."""
+    """Has the model think or not, for so many tokens at most, and its thoughts shown or not."""
     output_config: OutputConfig | None = None
     """The effort, and the schema of the answer's text."""
     output_format: JsonFormat | None = None

@@ -66,7 +66,7 @@ class Model(Struct, kw_only=True):
     max_model_len: int | None = None
     """The most tokens that a prompt and its answer may have together."""
     context_length: int | None = None
-    """The same."""
+    """`max_model_len` by another name."""
     context_len: int | UnsetType = UNSET
     """The tokens that the model's context holds, where the engine's KV cache holds fewer. Left out where
     `max_model_len` is that number."""

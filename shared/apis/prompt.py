@@ -89,7 +89,7 @@ class RerankPrompt(Unshown):
     query: str
     documents: list[str]
     instruction: str | None = None
-    """What makes a document relevant. None for what the model was trained on."""
+    """A sentence on what makes a document relevant. None for the one that the model was trained on."""
     document_tokens_max: int | None = None
     """The tokens that each document is cut to. None where none is cut."""
     prompt_tokens_max: int | None = None
@@ -123,10 +123,10 @@ class RerankPrompt(Unshown):
 
 
 class QuestionKind(Enum):
-    """What a question asks for."""
+    """The kind of answer that a question asks for."""
 
     PREDICATE = "predicate"
-    """Whether something is true."""
+    """The question is whether something is true."""
     CHOICE = "choice"
     SCORE = "score"
 
@@ -142,7 +142,7 @@ class AskedQuestion(Unshown):
     kind: QuestionKind
     instructions: str
     options: tuple[AskedOption, ...] = ()
-    """Those to choose from, or the levels of a score. Empty for a predicate."""
+    """The options to choose from, or the levels of a score. Empty for a predicate."""
 
     @property
     def text(self) -> str:

@@ -93,14 +93,6 @@ class RerankRequest(GenerationRequest, kw_only=True):
                 found |= dict.fromkeys(surplus_fields(one, raw, f"documents[{index}]", "documents"))
         return [*found]
 
-    @property
-    def output_tokens_max(self) -> int:
-        return 0
-
-    @property
-    def stated_tokens_max(self) -> None:
-        return None
-
 
 class RootRerankRequest(RerankRequest, kw_only=True):
     path: ClassVar[str] = "/rerank"

@@ -20,7 +20,7 @@ GENERATING: Final[tuple[type[GenerationRequest], ...]] = (
     ResponsesRequest,
     MessagesRequest,
 )
-"""Those whose requests generate tokens."""
+"""The requests that generate tokens."""
 OPERATIONS: Final[Mapping[str, str]] = {
     **{kind.path: kind.operation for kind in GENERATING},
     EmbeddingsRequest.path: EmbeddingsRequest.operation,

@@ -45,7 +45,7 @@ class TokenizeRequest(Request, kw_only=True):
 
     @property
     def prompt_form(self) -> PromptForm | None:
-        """What is to be tokenized. None where neither is given."""
+        """The prompt that is to be tokenized. None where neither is given."""
         if self.messages is not None:
             return chat_prompt(self, self.messages)
         return None if self.prompt is None else TextPrompt(self.prompt)

@@ -363,7 +363,7 @@ def parse(body: bytes, type_: type[T], census: Census | None = None) -> Parsed[T
 
 
 def parse_slices(body: bytes, type_: type[T]) -> Slices[Parsed[T]]:
-    """The same, pass by pass, for a body of any length whose census was taken and checked already."""
+    """`parse`, pass by pass, for a body of any length whose census was taken and checked already."""
     try:
         text = getincrementaldecoder("utf-8")()
         for at in range(0, len(body), SLICE_LEN):
@@ -445,7 +445,7 @@ def _top_level(body: bytes) -> dict[str, Raw]:
 
 
 def _distinct(body: bytes) -> dict[str, Raw]:
-    """The same, field by field."""
+    """The fields at the top level, decoded one by one."""
     pairs = _decode_top_level(body)
     if len(pairs) > FIELDS_MAX:
         raise InvalidRequest(f"The body has more than {FIELDS_MAX} fields.")

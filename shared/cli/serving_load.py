@@ -69,7 +69,7 @@ class LoadFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What is asked for."""
+    """The load that is asked for."""
 
     endpoint: str
     """The path below the base URL: `/chat/completions` or `/completions`."""
@@ -246,7 +246,7 @@ class Lengths:
 
     @classmethod
     def of(cls, counts: Sequence[int]) -> Lengths:
-        """What two requests of `PROBES` words were counted as."""
+        """The lengths that follow from two requests of `PROBES` words, by how they were counted."""
         per_word = (counts[1] - counts[0]) / (PROBES[1] - PROBES[0])
         if per_word <= 0:
             return cls(1.0, 0.0)
@@ -323,7 +323,7 @@ class Spread(msgspec.Struct):
 
 
 def _percentile(ordered: Sequence[float], p: float) -> float:
-    """By linear interpolation, as numpy does."""
+    """The percentile by linear interpolation, as in numpy."""
     place = (len(ordered) - 1) * p / 100
     low, high = math.floor(place), math.ceil(place)
     return ordered[low] + (ordered[high] - ordered[low]) * (place - low)

@@ -276,7 +276,7 @@ class StartPlan:
     certificate_names: tuple[str, ...] = ()
     """The names that the certificate is for; empty without a certificate."""
     remarks: tuple[str, ...] = ()
-    """What the user should know of the start."""
+    """Remarks on the start, for the user."""
 
 
 def make_plan(options: argparse.Namespace, data: DataDir, held: ExitStack) -> StartPlan:
@@ -344,7 +344,7 @@ def _keys(api_key: str | None, data: DataDir) -> tuple[str, str]:
 
 
 def _kept(config: Path) -> tuple[Any, tuple[str, ...]]:
-    """What the gateway's file has from the last time, None at first, and what is to be said of it."""
+    """The content of the gateway's file from the last time, None at first, and remarks on it."""
     if not config.exists():
         return None, ()
     try:

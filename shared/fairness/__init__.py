@@ -1,1 +1,1 @@
-"""What tenants share, and how: room, threads, turns of an event loop."""
+"""Shares room, threads and turns of an event loop among tenants."""

@@ -16,10 +16,9 @@ from __future__ import annotations
 import asyncio
 from typing import cast
 
-from shared.http2.connection import Connection
+from shared.http2.connection import Connection, ConnectionPhase
 from shared.http2.connection_config import ConnectionConfig, WatchConfig
 from shared.http2.connection_errors import ConnectionLost, ErrorCode, ProtocolViolation
-from shared.http2.phase import ConnectionPhase
 from shared.http2.stream import Stream
 from shared.process.clock import Clock
 
@@ -67,7 +66,7 @@ class ConnectionEndpoint(asyncio.Protocol):
         self.connection.pump()
         self._flush()
 
-    # -- owner.Owner --------------------------------------------------------------------------
+    # -- Owner --------------------------------------------------------------------------------
 
     def output_ready(self) -> None:
         if not self._flush_due:

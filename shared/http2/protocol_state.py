@@ -15,8 +15,8 @@ logging.getLogger("hpack").setLevel(logging.INFO)  # at DEBUG it logs every head
 
 
 class ProtocolState(H2Connection):
-    """A connection of `h2` that sees no stream (`fastpath`). Its settings are in place before the first
-    frame, not changed by a second one."""
+    """A connection of `h2` that sees no stream (`connection.FastPath`). Its settings are in place before the
+    first frame, not changed by a second one."""
 
     def __init__(
         self, *, client: bool, stream_window_len: int, connection_window_len: int, streams_max: int

@@ -21,7 +21,7 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **settings: Any) -> None:
         super().__init__(**{"allow_abbrev": False, **settings})
         self.gone: Mapping[str, str] = {}
-        """What became of options that there are no more."""
+        """Sentences on what became of options that are no more, by name."""
         self._given: list[str] = []
 
     @property

@@ -17,7 +17,7 @@ from typing import Final
 RESERVED: Final = 16
 """The descriptors for operators' connections."""
 OWN_MAX: Final = 256
-"""Those for files, pipes, Redis and operators."""
+"""The descriptors for files, pipes, Redis and operators."""
 SHARE: Final = 0.8
 """The part of the others that clients' connections may take: the rest is for connections to engines."""
 
@@ -46,7 +46,7 @@ def limit() -> int:
 
 
 def few(connections: int) -> str:
-    """What an operator does so that as many connections fit."""
+    """The advice to an operator so that as many connections fit."""
     needed = math.ceil(connections / SHARE) + OWN_MAX + RESERVED
     return (
         f"give it {needed} open files (ulimit -Hn {needed}; LimitNOFILE={needed} of systemd; a container's "

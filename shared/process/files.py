@@ -23,8 +23,8 @@ def write_all(file: int, data: bytes | memoryview) -> None:
 
 
 def read_text(path: Path, len_max: int) -> str:
-    """As `read_bytes`, and decoded, with the ends of lines as Python has them. Raises UnicodeDecodeError,
-    too."""
+    """The content of a file (`read_bytes`), decoded, with the ends of lines as Python has them. Raises
+    UnicodeDecodeError, too."""
     return io.TextIOWrapper(io.BytesIO(read_bytes(path, len_max)), "utf-8").read()
 
 

@@ -43,12 +43,9 @@ class IllegalPhase(AssertionError):
 
 class Lifecycle:
     def __init__(self) -> None:
-        self._phase = Phase.STARTING
+        self.phase = Phase.STARTING
+        """The phase. `to` alone sets it."""
         self._reason = ""
-
-    @property
-    def phase(self) -> Phase:
-        return self._phase
 
     @property
     def reason(self) -> str:
@@ -57,21 +54,21 @@ class Lifecycle:
 
     @property
     def is_started(self) -> bool:
-        return self._phase is not Phase.STARTING
+        return self.phase is not Phase.STARTING
 
     @property
     def is_ready(self) -> bool:
-        return self._phase is Phase.READY
+        return self.phase is Phase.READY
 
     @property
     def is_live(self) -> bool:
-        return self._phase is not Phase.FAILED
+        return self.phase is not Phase.FAILED
 
     def to(self, phase: Phase, reason: str = "") -> None:
         """Move. Raises IllegalPhase when the table has no such move."""
-        if phase not in MOVES[self._phase]:
-            raise IllegalPhase(f"{self._phase.name} -> {phase.name}")
-        self._phase = phase
+        if phase not in MOVES[self.phase]:
+            raise IllegalPhase(f"{self.phase.name} -> {phase.name}")
+        self.phase = phase
         self._reason = reason
 
 

@@ -146,7 +146,7 @@ class _Builder:
         self._texts = texts
         """The options and variables that are given, by the settings' paths."""
         self._former = former
-        """What became of settings, by their former paths."""
+        """Sentences on what became of settings, by their former paths."""
         self._has_options = has_options
 
     def section(self, type_: type, values: Mapping[str, Any], path: str) -> Any:

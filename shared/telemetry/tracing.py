@@ -27,7 +27,6 @@ import msgspec
 from msgspec import Meta, Struct
 
 from shared.apis.table import OPERATIONS
-from shared.process.clock import Clock
 from shared.process.metrics import Exemplar
 from shared.process.settings import Rule
 from shared.telemetry import genai
@@ -124,14 +123,9 @@ class Tracing:
         self.policy: Final = policy
         self._sink: Final = sink
         self.is_on: Final = sink is not None
-
-    def stages(
-        self, service: str, clock: Clock, *, traceparent: str | None = None, tracestate: str | None = None
-    ) -> Stages:
-        """The stages of a new request, under a span that is sampled as its caller says (rule 1), else by the
-        ratio (rule 2)."""
-        samples = None if self._sink is None or not self.policy.ratio else self.policy.samples
-        return Stages(service, clock, traceparent=traceparent, tracestate=tracestate, samples=samples)
+        self.samples: Final = None if sink is None or not policy.ratio else policy.samples
+        """Decides by the ratio (rule 2) whether a request's span is sampled, where its caller does not say
+        (rule 1). None samples none."""
 
     def ended(
         self,

@@ -10,7 +10,7 @@ Rules
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 from shared.apis.holding import TOKENS_MAX
@@ -66,19 +66,8 @@ def _ranked(tokenizer: Tokenizer, given: RerankPrompt, room: Room | None) -> Sli
     around_len = len(shared) + len(reranking.behind)
     check_room(room, around_len + 1, "query")
     cut_len = _cut_len(given, room, around_len)
-    pieces, encoded_len, tokens = [shared], 0, len(shared)
-    for index, document in enumerate(given.documents):
-        place = given.place(index)
-        ids = yield from part_slices(tokenizer, f" {document}", room, place, cut_len)
-        pieces.append([*ids, *reranking.behind])
-        tokens += len(pieces[-1])
-        check_room(room, len(shared) + len(pieces[-1]), place)
-        check_sum(tokens, given.param)
-        encoded_len += len(document)
-        if encoded_len >= SLICE_LEN or not index % AT_ONCE:
-            encoded_len = 0
-            yield
-    return pieces
+    texts = (f" {document}" for document in given.documents)
+    return (yield from _behind(tokenizer, given, room, shared, texts, reranking.behind, cut_len))
 
 
 def _decided(
@@ -99,14 +88,29 @@ def _decided(
     if not mark or behind != deciding.behind:
         raise InvalidRequest("The model's chat template does not write this input as it is.", param="input")
     shared = yield from text_slices(tokenizer, before, room, "input", add_special_tokens=False, known=known)
+    return (yield from _behind(tokenizer, given, room, shared, map(deciding.text, given.questions)))
+
+
+def _behind(
+    tokenizer: Tokenizer,
+    given: BranchedPrompt,
+    room: Room | None,
+    shared: list[int],
+    texts: Iterable[str],
+    end: Sequence[int] = (),
+    cut_len: int | None = None,
+) -> Slices[list[list[int]]]:
+    """The pieces: what all prompts share, and each one's own text, of which `cut_len` ids at most, and
+    `end`. Raises InvalidRequest, also where a prompt is too long."""
     pieces, encoded_len, tokens = [shared], 0, len(shared)
-    for index, asked in enumerate(given.questions):
-        place, own = given.place(index), deciding.text(asked)
-        pieces.append((yield from text_slices(tokenizer, own, room, place, add_special_tokens=False)))
+    for index, text in enumerate(texts):
+        place = given.place(index)
+        ids = yield from part_slices(tokenizer, text, room, place, cut_len)
+        pieces.append([*ids, *end])
         tokens += len(pieces[-1])
         check_room(room, len(shared) + len(pieces[-1]), place)
         check_sum(tokens, given.param)
-        encoded_len += len(own)
+        encoded_len += len(text)
         if encoded_len >= SLICE_LEN or not index % AT_ONCE:
             encoded_len = 0
             yield

@@ -67,7 +67,7 @@ class Deciding:
     """The way in which one model decides."""
 
     behind: str
-    """What its template writes behind a question."""
+    """The text that its template writes behind a question."""
     labels: Mapping[QuestionKind, Labels]
 
     @classmethod
@@ -124,7 +124,7 @@ def _first_of(candidates: Sequence[Sequence[str]], id_of: Callable[[str], int | 
 
 
 def _all_of(texts: Iterator[str], id_of: Callable[[str], int | None]) -> Labels:
-    """As many labels as there are tokens for them."""
+    """Labels, as many as there are tokens for."""
     found: dict[int, str] = {}
     for text in texts:
         token_id = id_of(text)

@@ -18,7 +18,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
+
+import msgspec
 
 from shared.process import files
 
@@ -26,13 +28,14 @@ FILE_LEN_MAX: Final = 128 * 1024 * 1024
 NAMES_SHOWN_MAX: Final = 20
 SHOWN_LEN_MAX: Final = 60
 """Characters of a key or a value in a message."""
+S = TypeVar("S", bound=msgspec.Struct)
 _FLOAT_TAG: Final = "__float__"
 _TAGGED: Final = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 class BadModelFile(ValueError):
-    """The error of a file that cannot be read. The message says what is wrong with it, and does not name the
-    file."""
+    """The error of a file that cannot be read. The message says what is wrong with it. It names the file only
+    where a function says that it does."""
 
 
 class Meaning(Enum):
@@ -78,6 +81,24 @@ def parse_object(text: str | bytes) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise BadModelFile("must hold a JSON object")
     return value
+
+
+def read_object(path: Path) -> dict[str, Any] | None:
+    """The JSON object in a file; None where there is no such file. Raises BadModelFile, which names it."""
+    try:
+        text = read_text(path)
+        return None if text is None else parse_object(text)
+    except BadModelFile as error:
+        raise BadModelFile(f"{path.name} {error}") from error
+
+
+def filled(name: str, fields: Mapping[str, Any], kind: type[S]) -> S:
+    """The Struct `kind`, filled from `fields` of the file `name`. A null is treated as an absent key. Raises
+    BadModelFile, which names the file."""
+    try:
+        return msgspec.convert({key: value for key, value in fields.items() if value is not None}, kind)
+    except msgspec.ValidationError as error:
+        raise BadModelFile(f"{name} cannot be read: {error}") from error
 
 
 def _untagged(value: dict[str, Any]) -> Any:

@@ -1,4 +1,4 @@
-"""What a chat template takes of a chat, found out by small chats that it renders.
+"""Finds out what a chat template takes of a chat, by small chats that it renders.
 
 A probe is a chat whose texts are marks. It passes where the template renders it, all marks are there, in the
 chat's order, and what stands for a turn's messages does not change with those behind them. Each form of
@@ -26,8 +26,7 @@ from shared.apis.prompt import ChatPrompt
 from shared.process import logs
 from shared.process.clock import Clock
 from shared.text.rendering import Unrenderable
-from shared.text.template_input import EFFORT
-from shared.text.template_takes import Takes
+from shared.text.template_takes import EFFORT, Takes
 from shared.wire.errors import ApiError, TooMuch
 
 PROBE_LEN: Final = 2048
@@ -81,8 +80,8 @@ class _Probe:
 
 
 def takes_of(render: Render, clock: Clock, *, knows_calls: bool, arguments: Collection[str]) -> Takes:
-    """What a template takes. It is not asked about calls where it does not know them; `arguments` are the
-    variables that requests may set."""
+    """Finds what a template takes. It is not asked about calls where it does not know them; `arguments` are
+    the variables that requests may set."""
     try:
         return _Search(render, clock, knows_calls=knows_calls).found(arguments)
     except ApiError as error:  # it needs too much for a probe, or cannot be rendered now
@@ -235,7 +234,7 @@ class _Search:
 
 
 def common(first: str, second: str) -> str:
-    """What two texts begin with."""
+    """The beginning that two texts share."""
     pairs = enumerate(zip(first, second, strict=False))
     return first[: next((at for at, (one, other) in pairs if one != other), min(len(first), len(second)))]
 

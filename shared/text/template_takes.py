@@ -1,4 +1,4 @@
-"""What a chat template takes of a chat, and a chat put into that form.
+"""Says what a chat template takes of a chat, and puts a chat into that form.
 
 Templates differ in what they refuse, lose or move: a system message that comes late, two messages of one role
 in a row, more than one call at once. A chat that has what its template does not take is changed where that
@@ -32,6 +32,8 @@ from shared.apis.chat import EFFORTS
 
 Message = dict[str, Any]
 
+EFFORT: Final = "reasoning_effort"
+"""The one variable that requests name in a field of its own."""
 INSTRUCTIONS: Final = frozenset({"system", "developer"})
 """The roles whose messages instruct the model."""
 REASONING: Final = ("thinking", "reasoning_content", "reasoning")
@@ -44,7 +46,7 @@ _LETTERS: Final = string.digits + string.ascii_letters
 
 
 class Takes(Struct, frozen=True, omit_defaults=True):
-    """What a template takes. By default all but the role `developer`."""
+    """The forms that a template takes. By default all but the role `developer`."""
 
     text: bool = True
     """Content that is a text. False where it takes nothing but parts."""

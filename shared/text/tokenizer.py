@@ -109,9 +109,9 @@ class TokenizerBundle(msgspec.Struct, frozen=True, kw_only=True):
     template_defaults: dict[str, Any] = {}
     """Values for variables of the chat template that a request does not set."""
     takes: Takes | None = None
-    """What the chat template takes of a chat. None before it was looked at, which `Tokenizer` does."""
+    """The forms that the chat template takes. None before it was looked at, which `Tokenizer` does."""
     tool_takes: Takes | None = None
-    """What the template for chats with tools takes. None without one, too."""
+    """The forms that the template for chats with tools takes. None without one, too."""
     reranker: str | None = None
     """The name of the format in which the model ranks documents (`shared.text.reranking`). None where it
     ranks none."""

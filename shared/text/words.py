@@ -157,7 +157,7 @@ def _split(pattern: str) -> Split:
 
 
 def _cut(pattern: str) -> Split:
-    """The same for a pattern that leaves nothing between its matches, none of which is empty."""
+    """`_split` for a pattern that leaves nothing between its matches, none of which is empty."""
     return re.compile(pattern, re.ASCII).findall
 
 

@@ -98,7 +98,7 @@ def visits_of(line: GatewayLine) -> Iterator[Visit]:
 
 
 def _left(whole_ms: float | None, taken_ms: float) -> float | None:
-    """What is left of a stage's time. None where nothing is."""
+    """The rest of a stage's time. None where there is none."""
     left_ms = round((whole_ms or 0.0) - taken_ms, 3)
     return left_ms if left_ms > 0.0 else None
 

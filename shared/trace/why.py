@@ -76,7 +76,7 @@ _WHAT: Final[Mapping[str, str]] = {
     "engine detokenize": "the engine made text of its tokens",
     "engine handover": "between the engine's API process and its core",
 }
-"""What happens in stages that are short as a rule."""
+"""Sentences on what happens in stages that are short as a rule."""
 
 
 class Why(Struct, frozen=True):
@@ -173,7 +173,7 @@ def _told(gateway: GatewayLine, engines: Sequence[EngineLine]) -> dict[str, floa
 
 
 def _of_engine(causes: Sequence[Cause], shares: Mapping[str, float]) -> Iterator[Why]:
-    """What the engine told, but for the pauses that only hand on the client's."""
+    """The engine's reasons, but for the pauses that only hand on the client's."""
     client_ms = shares.get(CLIENT, 0.0)
     for one in causes:
         if one.code == CauseCode.STALLED and client_ms >= one.ms / 2:
@@ -201,7 +201,7 @@ def _with_silence(found: Sequence[Why], silent: Cause | None) -> Iterator[Why]:
 
 
 def _rest_of_silence(ms: float) -> str:
-    """What is known of the rest of a time in which the core was silent."""
+    """A sentence on the rest of a time in which the core was silent."""
     if ms < NOTABLE_MS:
         return ""
     if ms <= PINGED_MS * 1.1:
@@ -313,7 +313,7 @@ def _unexplained(
 
 
 def _own_account(line: Line, answered: EngineLine | None, *, is_begun: bool) -> str | None:
-    """What the engine itself says of its time. None where it tells nothing."""
+    """The engine's own account of its time. None where it tells nothing."""
     if is_begun and isinstance(line, GatewayLine) and line.engine_first_byte_ms:
         return f"began its answer within {duration(line.engine_first_byte_ms)}"
     if answered is not None:
@@ -325,8 +325,8 @@ def _own_account(line: Line, answered: EngineLine | None, *, is_begun: bool) -> 
 
 
 def stage_text(part: str, line: Line, answered: EngineLine | None = None) -> str:
-    """What happens in a part of the time, in words. `answered` is the line of the engine that answered. What
-    that tells of its own time is not what the gateway waited for."""
+    """Tells in words what happens in a part of the time. `answered` is the line of the engine that answered.
+    What that tells of its own time is not what the gateway waited for."""
     whom = (line.replica if isinstance(line, GatewayLine) else None) or "the engine"
     match part:
         case "engine decode":

@@ -42,8 +42,8 @@ WholeNumber = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Milliseconds = Annotated[float, Meta(ge=0.0, le=1e12)]
 
 Keeping = Literal["kept", "too_long", "no_room", "unavailable", "unreadable"]
-"""What became of a response that was to be kept: that, or why it is not. `too_long` and `no_room` are by the
-bounds of `[responses]`, `unavailable` by the store, `unreadable` by an engine of another make."""
+"""The fate of a response that was to be kept: that it is, or why it is not. `too_long` and `no_room` are by
+the bounds of `[responses]`, `unavailable` by the store, `unreadable` by an engine of another make."""
 
 
 class CompletedLine(Struct, omit_defaults=True):
@@ -161,7 +161,7 @@ class GatewayLine(CompletedLine, kw_only=True):
     attempts: WholeNumber
     """Engines that were asked, one after the other."""
     failed_attempts: Annotated[tuple[FailedAttempt, ...], Meta(max_length=FAILURES_SHOWN_MAX)] | None = None
-    """Those of them that failed, as far as they are the first eight. None where none did."""
+    """The attempts that failed, as far as they are the first eight. None where none did."""
     retry: WholeNumber | None = None
     """The number of tries that the caller's SDK counts before this one. None for the first, and where it
     tells nothing."""
@@ -198,7 +198,7 @@ class GatewayLine(CompletedLine, kw_only=True):
     blocked: Annotated[tuple[BlockedTime, ...], Meta(max_length=BLOCKED_SHOWN_MAX)] | None = None
     """When that was. None as `blocked_ms`."""
     stored: Keeping | None = None
-    """What became of the response that was to be kept. None where none was, and for an answer that has not
+    """The fate of the response that was to be kept. None where none was, and for an answer that has not
     come to its end."""
     store_ms: Milliseconds | None = None
     """Time that the store of responses took: of `validate_ms` to read the conversation that the request goes

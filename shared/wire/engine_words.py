@@ -16,7 +16,7 @@ HANGS: Final = "The engine does not get on."
 HUNG_BEFORE: Final = "The engine hung before it began this request."
 HUNG_IN: Final = "The engine hung while it worked on this request."
 OTHERS_DO: Final = "others do meanwhile"
-"""What a gateway notes of an engine that it has given up: it answers nothing."""
+"""A gateway's note on an engine that it has given up: it answers nothing."""
 
 MEANINGS: Final = {
     STARTING: "was starting",
@@ -29,4 +29,4 @@ MEANINGS: Final = {
     HUNG_IN: "hung while it worked on this: its core does not answer",
     OTHERS_DO: "answered nothing, while others did",
 }
-"""What each says of the engine, behind its name."""
+"""The words that each state has for the engine, behind its name."""

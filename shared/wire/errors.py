@@ -75,7 +75,7 @@ def forget_frames(error: BaseException | None) -> None:
     among them. Where one of these variables leads back to the error, all of it stays until the next full
     garbage collection. An error that was answered and logged has no use for its traceback.
     """
-    if error is None:  # as for most requests
+    if error is None:
         return
     seen: set[int] = set()
     left: list[BaseException | None] = [error]

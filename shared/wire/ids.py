@@ -38,7 +38,7 @@ IGNORED_FIELDS_HEADER: Final = "x-penstock-ignored-fields"
 RETRY_HEADER: Final = "x-stainless-retry-count"
 """The number of tries of the same request before this one, as OpenAI's and Anthropic's SDKs count them."""
 IDEMPOTENCY_HEADER: Final = "idempotency-key"
-"""What all tries of a request have in common, where its caller sends one."""
+"""The header that all tries of a request have in common, where its caller sends one."""
 TRACEPARENT_HEADER: Final = "traceparent"
 TRACESTATE_HEADER: Final = "tracestate"
 

@@ -18,7 +18,8 @@ LOAD_HEADER: Final = "x-penstock-load"
 INTERVAL_MS: Final = 100
 """The longest time between two reports on a connection of an engine that has something to do."""
 IDLE_INTERVAL_MS: Final = 1000
-"""The same of one that has nothing to do. Each report costs both ends a wake-up."""
+"""The longest time between two reports of an engine that has nothing to do. Each report costs both ends a
+wake-up."""
 PUSH_CHANGED_S: Final = INTERVAL_MS / 2 / 1000
 """The time between two reports while the load changes: with 16 workers, reports that come half as often cost
 the slowest hundredth of first tokens a tenth more time (`python -m tests.bench routing`)."""

@@ -20,7 +20,7 @@ _INSTEAD: Final[Mapping[str, str]] = {
     "/v1/conversations": "Conversations are not kept here: send the items, or previous_response_id to a"
     " gateway that keeps responses.",
 }
-"""What to use in place of parts of OpenAI's API that are not served."""
+"""Advice in place of parts of OpenAI's API that are not served."""
 
 
 def no_such_path(path: str, exists: Callable[[str], bool]) -> str:

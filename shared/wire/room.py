@@ -3,7 +3,7 @@ the engine's KV cache."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Self
 
 from shared.wire.errors import ContextLengthExceeded, InvalidRequest, NeverFits
@@ -17,6 +17,13 @@ class Room:
     """The tokens that the model's context holds."""
     kv_tokens: int | None = None
     """The tokens that the engine's whole KV cache holds. None where that is no bound, or not known."""
+    most: int = field(init=False, repr=False, compare=False)
+    """The most tokens that a prompt and its answer may have together. The last token takes no room in the KV
+    cache, because nothing is computed from it."""
+
+    def __post_init__(self) -> None:
+        known = self.context_len if self.kv_tokens is None else min(self.context_len, self.kv_tokens + 1)
+        object.__setattr__(self, "most", known)
 
     @classmethod
     def of(cls, most: int | None, context_len: int | None) -> Self | None:
@@ -26,12 +33,6 @@ class Room:
         if most is None or context_len is None or context_len <= most:
             return None if most is None else cls(most)
         return cls(context_len, most - 1)
-
-    @property
-    def most(self) -> int:
-        """The most tokens that a prompt and its answer may have together. The last token takes no room in the
-        KV cache, because nothing is computed from it."""
-        return self.context_len if self.kv_tokens is None else min(self.context_len, self.kv_tokens + 1)
 
     @property
     def prompt_most(self) -> int:

@@ -1,4 +1,4 @@
-"""What the shapes of all APIs share: their bounds, and a `repr` without text."""
+"""The common part of the shapes of all APIs: their bounds, and a `repr` without text."""
 
 from __future__ import annotations
 

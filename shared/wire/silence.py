@@ -6,7 +6,7 @@ from msgspec import Struct
 
 
 class Silent(Struct, frozen=True, kw_only=True):
-    """Those that were asked, and did not answer in time."""
+    """The gateways and workers that were asked, and did not answer in time."""
 
     silent_gateways: tuple[str, ...] = ()
     silent_workers: tuple[int, ...] = ()

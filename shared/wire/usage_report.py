@@ -27,7 +27,7 @@ class UsageEntry(Struct, frozen=True, kw_only=True):
     """Requests that were admitted, whatever their end."""
     prompt_tokens: int
     cached_tokens: int
-    """Those of the prompt tokens that were found in a prefix cache."""
+    """Prompt tokens that were found in a prefix cache."""
     completion_tokens: int
     estimated_requests: int
     """Requests that no engine reported about: its part of the answer was lost, or the gateway died."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -17,6 +18,7 @@ from typing import Final
 import httpx
 import msgspec
 
+from tests.bench.cpu import descendants
 from tests.bench.figures import Figure, exit_code, figure, write
 from tests.bench.figures import Target as Bound
 
@@ -30,22 +32,28 @@ class Piece:
 
     rows: Sequence[str]
     streams: int = 1
-    turns: int = 1
+    turns: int | None = 1
+    """None: as many as the row has by itself."""
     rounds: int = 1
     prompt_tokens: int = 200
+    kinds: Sequence[str] = ()
+    """Texts of the row `drafts`; all where none is named."""
 
 
 @dataclass(frozen=True, slots=True)
 class Other:
-    """A running server of the other engine, which knows the model as `bench`."""
+    """A running server of another engine, which knows the model as `bench`."""
 
+    name: str
     url: str
     pid: int
 
 
-def add_arguments(parser: argparse.ArgumentParser, models: Iterable[str]) -> None:
-    parser.add_argument("--models", nargs="+", choices=list(models), default=list(models))
-    parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()) / "penstock-bench-models")
+def add_arguments(parser: argparse.ArgumentParser, models: Iterable[str] = ()) -> None:
+    """`models`: those that may be chosen, where there is a choice."""
+    if names := list(models):
+        parser.add_argument("--models", nargs="+", choices=names, default=names)
+        parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()) / "penstock-bench-models")
     parser.add_argument(
         "--engine", nargs="*", default=[], metavar="OPTION", help="for this engine, such as threads=1"
     )
@@ -64,16 +72,31 @@ def server(
     start_s: float,
     env: Mapping[str, str] | None = None,
     cwd: Path | None = None,
+    health: str = "/health",
 ) -> Iterator[Other]:
-    """A process that serves OpenAI's API on a port, from when its `/health` is well."""
+    """A process that serves OpenAI's API on a port, from when its `health` is well."""
     with tempfile.NamedTemporaryFile(suffix=".log") as log:
         process = subprocess.Popen(argv, stdout=log, stderr=log, env=dict(env or os.environ), cwd=cwd)
         try:
-            _wait_until_healthy(name, process, f"http://127.0.0.1:{port}/health", start_s, Path(log.name))
-            yield Other(f"http://127.0.0.1:{port}/v1", process.pid)
+            _wait_until_healthy(name, process, f"http://127.0.0.1:{port}{health}", start_s, Path(log.name))
+            yield Other(name, f"http://127.0.0.1:{port}/v1", process.pid)
         finally:
-            process.terminate()
-            process.wait(STOP_S)
+            _stop(process)
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """End it; with all that it has started, where it does not end in time."""
+    if process.poll() is not None:
+        return
+    own = descendants(process.pid)
+    process.terminate()
+    try:
+        process.wait(STOP_S)
+    except subprocess.TimeoutExpired:
+        for pid in own:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        process.wait()
 
 
 def _wait_until_healthy(
@@ -93,7 +116,7 @@ def _wait_until_healthy(
 def compare(
     name: str,
     model: Path,
-    other: Other,
+    others: Sequence[Other],
     pieces: Iterable[Piece],
     options: argparse.Namespace,
     engine: Sequence[str] = (),
@@ -104,9 +127,13 @@ def compare(
     own_options = [*engine, *(f"--{option}" for option in options.engine)]
     for piece in pieces:
         argv = [*options.alone, sys.executable, "-m", "tests.bench", "engine", "--json"]
-        argv += ["--model", str(model), "--against", other.url, "--against-model", "bench"]
-        argv += ["--against-pid", str(other.pid), "--rows", *piece.rows, "--streams", str(piece.streams)]
-        argv += ["--turns", str(piece.turns), "--rounds", str(piece.rounds)]
+        argv += ["--model", str(model), "--against", *(other.url for other in others)]
+        argv += ["--against-model", "bench", "--against-name", *(other.name for other in others)]
+        argv += ["--against-pid", *(str(other.pid) for other in others)]
+        argv += ["--rows", *piece.rows, "--streams", str(piece.streams)]
+        argv += ["--turns", str(piece.turns)] if piece.turns else []
+        argv += ["--kinds", *piece.kinds] if piece.kinds else []
+        argv += ["--rounds", str(piece.rounds)]
         argv += ["--prompt-tokens", str(piece.prompt_tokens), "--", *own_options]
         done = subprocess.run(argv, stdout=subprocess.PIPE, check=True)
         for line in done.stdout.splitlines():

@@ -21,19 +21,20 @@ each.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Final, get_args
+from typing import Final
 
 import msgspec
 
-from tests.bench.against import Piece, add_arguments, compare, server, show
+from tests.bench.against import Other, Piece, add_arguments, compare, server, show
 from tests.bench.figures import Figure, at_least, at_most, figure
-from tests.bench.gguf_model import Format, write_gguf
+from tests.bench.gguf_model import write_gguf
 from tests.bench.models import SHAPES, make_model
 from tests.bench.services import free_port
 
@@ -50,6 +51,19 @@ ENGINE_OPTIONS: Final = {
 }
 AHEAD: Final = {"output, ratio": at_least(1), "TTFT p50, ratio": at_most(1)}
 """The targets by the end of a figure's name."""
+
+
+@contextlib.contextmanager
+def llama_cpp(
+    name: str, binary: Path, weights: Path, streams: int, context_len: int, further: Sequence[str] = ()
+) -> Iterator[Other]:
+    """A server of llama.cpp on a GGUF file. `context_len`: of each stream."""
+    port, cores = free_port(), str(len(os.sched_getaffinity(0)))
+    argv = [str(binary), "--model", str(weights), "--alias", "bench", "--port", str(port)]
+    argv += ["--parallel", str(streams), "--ctx-size", str(streams * context_len), "--flash-attn", "on"]
+    argv += ["--threads", cores, "--threads-batch", cores, "--cache-ram", "0", "--no-warmup", *further]
+    with server(name, argv, port, START_S) as found:
+        yield found
 
 
 def work_of(name: str, streams: int, prompt_len: int) -> float:
@@ -84,15 +98,10 @@ def measured(options: argparse.Namespace) -> Iterator[Figure]:
 def _row(
     name: str, model: Path, weights: Path, piece: Piece, options: argparse.Namespace
 ) -> Iterator[Figure]:
-    port = free_port()
-    context_len = piece.streams * (piece.prompt_tokens + OUTPUT_LEN + SLACK_LEN)
-    cores = str(len(os.sched_getaffinity(0)))
-    argv = [str(options.server), "--model", str(weights), "--alias", "bench", "--port", str(port)]
-    argv += ["--parallel", str(piece.streams), "--ctx-size", str(context_len), "--flash-attn", "on"]
-    argv += ["--threads", cores, "--threads-batch", cores, "--cache-ram", "0", "--no-warmup"]
+    context_len = piece.prompt_tokens + OUTPUT_LEN + SLACK_LEN
     engine = [*ENGINE_OPTIONS[weights.stem], "--max-num-seqs", str(max(piece.streams, 2))]
-    with server("llama.cpp", argv, port, START_S) as other:
-        for found in compare(name, model, other, [piece], options, engine):
+    with llama_cpp("llama.cpp", options.server, weights, piece.streams, context_len) as other:
+        for found in compare(name, model, [other], [piece], options, engine):
             end = next((end for end in AHEAD if found.name.endswith(end)), None)
             if end is None or found.value is None:
                 yield msgspec.structs.replace(found, target=None, ok=None)
@@ -103,7 +112,7 @@ def _row(
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--server", type=Path, required=True, metavar="FILE")
-    parser.add_argument("--formats", nargs="+", choices=get_args(Format), default=list(get_args(Format)))
+    parser.add_argument("--formats", nargs="+", choices=list(ENGINE_OPTIONS), default=list(ENGINE_OPTIONS))
     parser.add_argument("--streams", nargs="+", type=int, default=list(STREAMS))
     parser.add_argument("--prompts", nargs="+", type=int, default=list(PROMPTS), metavar="TOKENS")
     parser.add_argument(

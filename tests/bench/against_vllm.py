@@ -14,9 +14,6 @@ vLLM gets what its documentation recommends: libiomp and, with `--tcmalloc FILE`
 gigabyte of KV cache; and of its two ways to share two cores the one that is named: by default it keeps a
 core for its API process, with `--all-cores` it computes on all of them.
 
-With `--drafts` the row `drafts` is measured instead, with the model of `tests.bench.draft_model` and vLLM's
-n-grams: `--speculative-config` with as many drafts as `--drafts` says, found by 2 to 4 tokens.
-
 Each model is a run of `python -m tests.bench engine --against`, whose figures are printed with the model's
 name.
 """
@@ -25,22 +22,19 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Final
 
 from tests.bench.against import Other, Piece, add_arguments, compare, server, show
-from tests.bench.draft_texts import folder
 from tests.bench.figures import Figure, at_most
 from tests.bench.models import SHAPES, make_model
 from tests.bench.services import free_port
 
-START_S: Final = 400.0
-"""The first start of a model compiles it."""
+START_S: Final = 1200.0
+"""The first start of a model compiles it, and on a busy machine its processes take minutes to import."""
 TARGETS: Final = {"29M: resident memory": at_most(1000)}
 """Beside those that hold for every model."""
 LOADS: Final = {
@@ -54,7 +48,13 @@ each: the median of one request is that one's luck."""
 
 @contextlib.contextmanager
 def vllm(
-    python: Path, model: Path, tcmalloc: str | None, *, all_cores: bool, further: Sequence[str] = ()
+    python: Path,
+    model: Path,
+    tcmalloc: str | None,
+    *,
+    all_cores: bool,
+    dtype: str = "bfloat16",
+    further: Sequence[str] = (),
 ) -> Iterator[Other]:
     """A vLLM server on a model directory."""
     port = free_port()
@@ -71,9 +71,14 @@ def vllm(
         environment["OMP_NUM_THREADS"] = str(len(cores))
     argv = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
     argv += ["--port", str(port)]
-    argv += ["--served-model-name", "bench", "--max-num-seqs", "64", "--dtype", "bfloat16", *further]
+    argv += ["--served-model-name", "bench", "--max-num-seqs", "64", "--dtype", dtype, *further]
     with server("vLLM", argv, port, START_S, environment, python.parent) as found:
         yield found
+
+
+def add_vllm_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--tcmalloc", metavar="FILE", help="libtcmalloc_minimal.so.4, preloaded for vLLM")
+    parser.add_argument("--all-cores", action="store_true", help="vLLM computes on every core")
 
 
 def pieces_of(name: str) -> list[Piece]:
@@ -83,32 +88,17 @@ def pieces_of(name: str) -> list[Piece]:
     return [*loads, Piece(["load", "memory"], last.streams, last.turns, last.rounds), Piece(["beside"])]
 
 
-def drafted(options: argparse.Namespace) -> Iterator[Figure]:
-    """The row `drafts` beside vLLM's n-grams, on one checkpoint."""
-    ngrams = {"method": "ngram", "num_speculative_tokens": options.drafts}
-    ngrams |= {"prompt_lookup_min": 2, "prompt_lookup_max": 4}
-    further = ["--speculative-config", json.dumps(ngrams)]
-    start = partial(vllm, options.vllm, folder(), options.tcmalloc, all_cores=options.all_cores)
-    with start(further=further) as other:
-        yield from compare("drafts", folder(), other, [Piece(["drafts"])], options, ["--dtype", "bfloat16"])
-
-
 def measured(options: argparse.Namespace) -> Iterator[Figure]:
-    if options.drafts:
-        yield from drafted(options)
-        return
     for name in options.models:
         model = make_model(options.dir / name, SHAPES[name])
         with vllm(options.vllm, model, options.tcmalloc, all_cores=options.all_cores) as other:
-            yield from compare(name, model, other, pieces_of(name), options, targets=TARGETS)
+            yield from compare(name, model, [other], pieces_of(name), options, targets=TARGETS)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--vllm", type=Path, required=True, metavar="PYTHON")
-    parser.add_argument("--tcmalloc", metavar="FILE", help="libtcmalloc_minimal.so.4, preloaded for vLLM")
-    parser.add_argument("--all-cores", action="store_true", help="vLLM computes on every core")
-    parser.add_argument("--drafts", type=int, metavar="K", help="the row drafts, with so many of vLLM's")
+    add_vllm_arguments(parser)
     add_arguments(parser, SHAPES)
     options = parser.parse_args()
     return show(measured(options), options)

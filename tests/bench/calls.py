@@ -22,6 +22,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import CodeType
 
 from tests.bench.figures import Figure, at_most, figure, write
 from tests.bench.gateway.subjects import Engine, gateway, paced_engine
@@ -60,6 +61,15 @@ class Calls:
         for (name, *_), calls in self.by_function.items():
             files[name] += calls  # type: ignore[assignment]
         return {name: files[name] for name in entered if name.split("/")[0] in PACKAGES}
+
+
+def calls_of(frames: Counter[CodeType], count: int) -> Calls:
+    """The calls for one of so many, of frames that were counted in this process."""
+    by_function = {
+        (_short(code.co_filename, ROOT), code.co_qualname, code.co_firstlineno): calls / count
+        for code, calls in frames.items()
+    }
+    return Calls(by_function, 0.0)
 
 
 async def calls(load: Load, checkout: Path | None) -> Calls:

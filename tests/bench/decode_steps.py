@@ -9,6 +9,8 @@ from __future__ import annotations
 import sys
 import tempfile
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import msgspec
 import zmq
@@ -42,12 +44,13 @@ def ask(inbox: zmq.Socket[bytes], outbox: zmq.Socket[bytes], steps: int) -> None
     inbox.send(encode(StopCore()))
 
 
-def main() -> None:
-    steps = int(sys.argv[1])
-    config = RunnerConfig(
+@contextmanager
+def core(steps: int, config: SchedulerConfig | None = None) -> Iterator[CoreLoop]:
+    """The loop of a core that is asked for so many steps, and then to stop."""
+    runs = RunnerConfig(
         str(MODEL_DIR), device="cpu", threads=1, kv_cache_memory=CACHE_LEN, swap_memory=0, max_num_seqs=8
     )
-    runner = load_runner(config, lambda _: None)
+    runner = load_runner(runs, lambda _: None)
     with tempfile.TemporaryDirectory() as directory, zmq.Context[zmq.Socket[bytes]]() as context:
         ends = f"ipc://{directory}/in", f"ipc://{directory}/out"
         with context.socket(zmq.PUSH) as inbox, context.socket(zmq.PULL) as outbox:
@@ -56,8 +59,13 @@ def main() -> None:
             client = threading.Thread(target=ask, args=(inbox, outbox, steps))
             client.start()
             with CoreTransport(*ends) as transport:
-                CoreLoop(runner, transport.inbox, transport.outbox, SchedulerConfig()).run()
+                yield CoreLoop(runner, transport.inbox, transport.outbox, config or SchedulerConfig())
             client.join()
+
+
+def main() -> None:
+    with core(int(sys.argv[1])) as loop:
+        loop.run()
 
 
 if __name__ == "__main__":

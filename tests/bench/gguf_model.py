@@ -1,10 +1,11 @@
-"""A random model of `tests.bench.models` as a GGUF file, which llama.cpp reads: the same weights, the same
-tokens.
+"""A model of `tests.bench.models` or `tests.bench.draft_model` as a GGUF file, for llama.cpp: the same
+weights, the same tokens.
 
-Matrices are bfloat16 as they are, or Q8_0: 8 bits with a scale for each 32 of a row. Norms and filters are
-float32, as llama.cpp wants them. Of Qwen3.5, norms have their offset in them, and the decay of states its
-exponential; its value heads would have another order in llama.cpp where a key head has several, so that there
-must be as many of both. Needs the package `gguf` from PyPI.
+Matrices are bfloat16 as they are, float32, or Q8_0: 8 bits with a scale for each 32 of a row. Norms and
+filters are float32, as llama.cpp wants them. Of a Llama it turns neighbours in a head by one angle, where
+Hugging Face's layout has one half of the head beside the other. Of Qwen3.5, norms have their offset in them,
+and the decay of states its exponential; its value heads would have another order in llama.cpp where a key
+head has several, so that there must be as many of both. Needs the package `gguf` from PyPI.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any, Literal
 import torch
 from safetensors.torch import load_file
 
-Format = Literal["bf16", "q8_0"]
+Format = Literal["bf16", "q8_0", "f32"]
 
 _LAYER = {
     "input_layernorm": "attn_norm",
@@ -49,6 +50,10 @@ _MROPE_SECTIONS = [11, 11, 10, 0]
 _WHOLE = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight"}
 
 
+_NAMES = {"llama": "llama", "qwen3": "qwen3", "qwen3_5_text": "qwen35"}
+"""llama.cpp's by Hugging Face's."""
+
+
 def write_gguf(model: Path, form: Format) -> Path:
     """Write MODEL/FORM.gguf, unless it is there, and return it."""
     path = model / f"{form}.gguf"
@@ -58,13 +63,15 @@ def write_gguf(model: Path, form: Format) -> Path:
     config = json.loads((model / "config.json").read_text())
     part = path.with_suffix(".part")
     is_hybrid = config["model_type"] == "qwen3_5_text"
-    writer = gguf.GGUFWriter(str(part), "qwen35" if is_hybrid else "qwen3")
+    writer = gguf.GGUFWriter(str(part), _NAMES[config["model_type"]])
     _add_config(writer, config)
     if is_hybrid:
         _add_hybrid_config(writer, config)
     _add_tokenizer(gguf, writer, json.loads((model / "tokenizer.json").read_text()), config["eos_token_id"])
     for name, tensor in load_file(model / "model.safetensors").items():
         own = of_hybrid(name, tensor) if is_hybrid else tensor
+        if config["model_type"] == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):
+            own = of_rotated(tensor, config["head_dim"])
         _add_tensor(gguf, writer, gguf_name(name, is_hybrid=is_hybrid), own, form)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -95,6 +102,12 @@ def of_hybrid(name: str, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.float() + 1 if has_offset else tensor
 
 
+def of_rotated(tensor: torch.Tensor, head_dim: int) -> torch.Tensor:
+    """Queries' or keys' weights of a Llama as llama.cpp wants them: of a head, its halves' rows in turns."""
+    heads: torch.Tensor = tensor.unflatten(0, (-1, 2, head_dim // 2))
+    return heads.transpose(1, 2).flatten(0, 2)
+
+
 def _add_config(writer: Any, config: dict[str, Any]) -> None:
     writer.add_name("bench")
     writer.add_context_length(config["max_position_embeddings"])
@@ -105,6 +118,8 @@ def _add_config(writer: Any, config: dict[str, Any]) -> None:
     writer.add_head_count_kv(config["num_key_value_heads"])
     writer.add_key_length(config["head_dim"])
     writer.add_value_length(config["head_dim"])
+    if config["model_type"] == "llama":
+        writer.add_rope_dimension_count(config["head_dim"])
     writer.add_rope_freq_base(config.get("rope_parameters", config)["rope_theta"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
 
@@ -143,7 +158,7 @@ def _add_tokenizer(gguf: Any, writer: Any, tokenizer: dict[str, Any], eos_id: in
 
 def _add_tensor(gguf: Any, writer: Any, name: str, tensor: torch.Tensor, form: Format) -> None:
     kinds = gguf.GGMLQuantizationType
-    if tensor.ndim == 1 or "conv" in name:
+    if tensor.ndim == 1 or "conv" in name or form == "f32":
         writer.add_tensor(name, tensor.float().numpy(), raw_dtype=kinds.F32)
     elif form == "bf16":
         rows = tensor.contiguous().view(torch.uint8).numpy()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -34,6 +34,7 @@ def is_running(pid: int) -> bool:
 def test_it_serves_frees_and_tells_when_its_core_is_killed(short_tmp: Path, loop: str) -> None:
     with engine(short_tmp, loop, "--gap-target-ms", "inf") as process, client(process) as http:
         assert process.line("core.ready")["overlap"] is (loop == "--overlap")
+        assert_carriers_come_first(process, threads=1)
 
         # an answer
         answer = http.post("/v1/chat/completions", json=CHAT)
@@ -68,10 +69,20 @@ def test_it_serves_frees_and_tells_when_its_core_is_killed(short_tmp: Path, loop
     assert list(short_tmp.iterdir()) == []
 
 
-def test_a_large_request_that_is_accepted_cuts_off_no_answer_of_another_tenant(short_tmp: Path) -> None:
-    body = {"model": "model", "prompt": ["7 "] * 4, "n": 64, "max_tokens": 2, "ignore_eos": True}
+THREADS = 2
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """For what ends no process."""
     options = ("--max-num-seqs", "2", "--max-queue-len", "8", "--gap-target-ms", "inf")
-    with engine(short_tmp, *options) as process, client(process) as http:
+    with engine(tmp_path_factory.mktemp("s"), *options, "--threads", str(THREADS)) as process:
+        yield process
+
+
+def test_a_large_request_that_is_accepted_cuts_off_no_answer_of_another_tenant(running: Service) -> None:
+    body = {"model": "model", "prompt": ["7 "] * 4, "n": 64, "max_tokens": 2, "ignore_eos": True}
+    with client(running) as http:
         victims = http.stream(
             "POST", "/v1/completions", json={**body, "stream": True}, headers={"x-penstock-tenant": "victim"}
         )
@@ -116,36 +127,36 @@ def test_a_stop_signal_lets_a_stream_finish(short_tmp: Path, stop: Callable[[Ser
     assert list(short_tmp.iterdir()) == []
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-def test_threads_that_compute_on_all_cores_give_way_to_those_that_carry(
-    short_tmp: Path, threads: int
-) -> None:
+def assert_carriers_come_first(process: Service, threads: int) -> None:
+    """Threads that compute on all cores give way to those that carry."""
     nicer_by = NICENESS if threads >= usable_cores() else 0
-    with engine(short_tmp, "--threads", str(threads)) as process:
-        process.line("engine.ready")
-        core_pid = process.line("core.started")["pid"]
-        assert os.getpgid(core_pid) == core_pid != os.getpgid(process.process.pid)
-        assert os.getsid(core_pid) == os.getsid(process.process.pid)  # else no priority counts between them
-        niceness = {
-            int(task.name): os.getpriority(os.PRIO_PROCESS, int(task.name))
-            for task in Path(f"/proc/{core_pid}/task").iterdir()
-        }
-        carriers = {
-            thread for thread in niceness if "ZMQ" in Path(f"/proc/{core_pid}/task/{thread}/comm").read_text()
-        }
-        own = os.getpriority(os.PRIO_PROCESS, process.process.pid)
-        assert carriers
-        assert {niceness[thread] for thread in carriers} == {own}
-        assert niceness[core_pid] == min(own + nicer_by, 19)
-        assert sum(value == min(own + nicer_by, 19) for value in niceness.values()) >= threads
+    core_pid = process.line("core.started")["pid"]
+    assert os.getpgid(core_pid) == core_pid != os.getpgid(process.process.pid)
+    assert os.getsid(core_pid) == os.getsid(process.process.pid)  # else no priority counts between them
+    niceness = {
+        int(task.name): os.getpriority(os.PRIO_PROCESS, int(task.name))
+        for task in Path(f"/proc/{core_pid}/task").iterdir()
+    }
+    carriers = {
+        thread for thread in niceness if "ZMQ" in Path(f"/proc/{core_pid}/task/{thread}/comm").read_text()
+    }
+    own = os.getpriority(os.PRIO_PROCESS, process.process.pid)
+    assert carriers
+    assert {niceness[thread] for thread in carriers} == {own}
+    assert niceness[core_pid] == min(own + nicer_by, 19)
+    assert sum(value == min(own + nicer_by, 19) for value in niceness.values()) >= threads
 
 
-def test_a_core_that_logs_from_the_background_is_not_stopped(short_tmp: Path) -> None:
-    with engine(short_tmp) as process:
-        process.line("engine.ready")
-        status = Path(f"/proc/{process.line('core.started')['pid']}/status").read_text()
-        ignored = int(status.partition("SigIgn:")[2].split()[0], 16)
-        assert ignored & 1 << (signal.SIGTTOU - 1)
+def test_threads_that_compute_on_all_cores_give_way_to_those_that_carry(running: Service) -> None:
+    running.line("engine.ready")
+    assert_carriers_come_first(running, THREADS)
+
+
+def test_a_core_that_logs_from_the_background_is_not_stopped(running: Service) -> None:
+    running.line("engine.ready")
+    status = Path(f"/proc/{running.line('core.started')['pid']}/status").read_text()
+    ignored = int(status.partition("SigIgn:")[2].split()[0], 16)
+    assert ignored & 1 << (signal.SIGTTOU - 1)
 
 
 def test_sigterm_while_it_starts(short_tmp: Path) -> None:
@@ -172,6 +183,7 @@ def test_a_second_signal_ends_the_drain(short_tmp: Path) -> None:
     assert list(short_tmp.iterdir()) == []
 
 
+@pytest.mark.nightly
 def test_the_core_does_not_outlive_the_api_process(short_tmp: Path) -> None:
     with engine(short_tmp) as process:
         core_pid = process.line("core.started")["pid"]
@@ -184,35 +196,32 @@ def test_the_core_does_not_outlive_the_api_process(short_tmp: Path) -> None:
     assert list(short_tmp.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("files", "reason"),
-    [
-        (None, "neither a directory nor a hub id"),
-        ({}, "has no config.json"),
-        ({"config.json": '{"architectures": ["NoSuchForCausalLM"]}'}, "NoSuchForCausalLM"),
-    ],
-    ids=["no directory", "empty directory", "unknown architecture"],
-)
-def test_what_cannot_be_served_is_said(
-    short_tmp: Path, tmp_path: Path, files: dict[str, str] | None, reason: str
+UNSERVED: dict[str, tuple[dict[str, str] | None, str]] = {
+    "no directory": (None, "neither a directory nor a hub id"),
+    "unknown architecture": (
+        {"config.json": '{"architectures": ["NoSuchForCausalLM"]}'},
+        "NoSuchForCausalLM",
+    ),
+    "empty directory": ({}, "has no config.json"),
+}
+
+
+@pytest.mark.parametrize("name", some(list(UNSERVED), usual=2))
+def test_what_cannot_be_served_is_said_and_a_variable_that_nothing_reads_is_named(
+    short_tmp: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
+    files, reason = UNSERVED[name]
     model = tmp_path / "model"
     if files is not None:
         model.mkdir()
         if files:
             (model / "tokenizer.json").write_bytes((MODEL_DIR / "tokenizer.json").read_bytes())
-        for name, text in files.items():
-            (model / name).write_text(text)
+        for file, text in files.items():
+            (model / file).write_text(text)
+    monkeypatch.setenv("PENSTOCK_ENGNE_PORT", "9000")
+    monkeypatch.setenv("PENSTOCK_GATEWAY_LOG_LEVEL", "debug")
     with engine(short_tmp, model=str(model)) as process:
+        assert process.line("environment.unread")["names"] == ["PENSTOCK_ENGNE_PORT"]
         assert reason in process.line("engine.start_failed")["reason"]
         assert process.wait() == 1
     assert list(short_tmp.iterdir()) == []
-
-
-def test_a_variable_that_nothing_reads_is_named(
-    short_tmp: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PENSTOCK_ENGNE_PORT", "9000")
-    monkeypatch.setenv("PENSTOCK_GATEWAY_LOG_LEVEL", "debug")
-    with engine(short_tmp, model=str(tmp_path / "none")) as process:
-        assert process.line("environment.unread")["names"] == ["PENSTOCK_ENGNE_PORT"]

@@ -24,7 +24,7 @@ from tests.services import MODEL_DIR, Service, client, service, until
 pytestmark = pytest.mark.slow
 
 PROMPT = list(range(40, 70))
-MAX_TOKENS = 48
+MAX_TOKENS = 16
 PROSE = {
     "model": "model",
     "prompt": PROMPT,
@@ -82,7 +82,7 @@ def test_two_nodes_give_the_tokens_of_one_process_and_drain_together(short_tmp: 
         assert not other.logged("engine.listening")
         answer = http.post("/v1/completions", json=PROSE)
         assert answer.json()["choices"][0]["text"] == of_one_process()
-        with http.stream("POST", "/v1/chat/completions", json={**LONG, "max_tokens": 200}) as response:
+        with http.stream("POST", "/v1/chat/completions", json={**LONG, "max_tokens": 100}) as response:
             lines = response.iter_lines()
             assert sum("content" in next(lines) for _ in range(12)) > 1
             for rank in (other, leader):  # as when a group is deleted

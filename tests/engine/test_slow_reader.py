@@ -151,6 +151,7 @@ def test_nothing_is_computed_for_a_client_that_stopped_reading(
         assert gauges(http.base_url)["preemptions:pages"] == 0
 
 
+@pytest.mark.nightly
 def test_at_the_stall_deadline_it_ends_and_its_pages_come_back(short_tmp: Path) -> None:
     with engine(short_tmp, "--stall-deadline-s", "0.5") as process, client(process) as http:
         with reader(http.base_url) as slow:

@@ -32,6 +32,7 @@ from engine.runtime.load import load_runner
 from engine.runtime.setup.runner_config import RunnerConfig
 from engine.runtime.step.result_tensors import Computed
 from tests.core_laws import check
+from tests.effort import some
 from tests.engine.models import (
     EOS_ID,
     FAMILIES,
@@ -167,8 +168,9 @@ def _vocabulary(path: Path) -> Vocabulary:
     return vocabulary_of((path / "tokenizer.json").read_text(), VOCAB_SIZE, [EOS_ID])
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=some(sorted(FAMILIES, key="mistral".__ne__), usual=1))
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
+    """One with windows; by command each. All are under pressure in `runtime/test_with_scheduler.py`."""
     path = make_tiny_model(request.param, tmp_path_factory.mktemp("model"))
     return path, reference_model(path)
 

@@ -44,8 +44,12 @@ class Headers:
     """The step at which the status and headers are sent."""
 
 
+@dataclass(frozen=True)
 class Cut:
     """The step at which the connection breaks."""
+
+    code: ErrorCode = ErrorCode.INTERNAL_ERROR
+    """What HTTP/2 tells of it."""
 
 
 class Counted:
@@ -53,6 +57,8 @@ class Counted:
 
 
 HEADERS, CUT, COUNTED = Headers(), Cut(), Counted()
+UNREAD = Cut(ErrorCode.REFUSED_STREAM)
+"""The step at which a request over HTTP/2 is refused as one that was not looked at."""
 Step = bytes | asyncio.Event | Headers | Cut | Counted
 
 
@@ -249,15 +255,15 @@ class FakeEngine:
                 case Counted():
                     responder.tell_load(encode_load(self.load or LoadReport()))
                 case Cut():
-                    _cut(responder)
+                    _cut(responder, step.code)
                     raise ClientGone
         await responder.finish()
 
 
-def _cut(responder: Responder) -> None:
+def _cut(responder: Responder, code: ErrorCode) -> None:
     """Break off: the stream on HTTP/2, the whole connection on HTTP/1.1."""
     if isinstance(responder, ServerResponder):
-        responder._stream.reset(ErrorCode.INTERNAL_ERROR)
+        responder._stream.reset(code)
     else:
         assert isinstance(responder, AioResponder)
         assert responder._request.transport is not None

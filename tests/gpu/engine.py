@@ -23,10 +23,12 @@ from engine.core.drafts.drafter import Drafts
 from engine.core.queue.newcomers import AddSequence
 from engine.core.sequence import Sequence as Sequence_
 from engine.runtime.device.device_runner import DeviceRunner
+from engine.runtime.host.host_runner import HostRunner
 from engine.runtime.load import load_runner
 from engine.runtime.setup.runner_config import RunnerConfig
 from tests.bench.engine.gpu.measuring import check
 from tests.engine.models import VOCAB_SIZE, not_greedy
+from tests.engine.runtime.guessing import guessing_model, lead
 from tests.fake_drafts import FakeDrafts
 from tests.gpu.loop import Served, serve, vacate
 from tests.gpu.models import other_model, plain_models
@@ -214,6 +216,19 @@ def drafted(
     return {"steps": served.steps, "steps_plain": plain.steps} | drafts
 
 
+def guesses(path: Path, load: Load = on_gpu, turns: int = 9) -> dict[str, Any]:
+    """A model's own MTP layer guesses what it does by torch on a CPU, behind chunks, decodes, and rows that
+    verified."""
+    sizes: dict[str, Any] = {"max_num_seqs": 2, "max_model_len": 128, "page_size": 16}
+    host = RunnerConfig(str(path), device="cpu", dtype="float32", kernels="torch", **sizes)
+    own = load_runner(host, lambda stage: None)
+    assert isinstance(own, HostRunner)
+    found, expected = lead(load(path, max_drafts=4, max_model_len=128), turns), lead(own, turns)
+    off = [step for step, (one, other) in enumerate(zip(found, expected, strict=True)) if one != other]
+    assert not off, f"steps {off} differ from torch's, first {found[off[0]]} for {expected[off[0]]}"
+    return {"steps": len(found), "guesses": sum(len(each) for _, rows in found for each in rows)}
+
+
 @dataclass
 class Unwaiting:
     """A runner whose launches may not wait: torch raises where one would."""
@@ -260,7 +275,9 @@ def main() -> int:
         ok &= check("engine", f"{row} graphs against eager", partial(graphs, hybrid))
         ok &= check("engine", f"{row} from snapshots", partial(snapshots, hybrid))
         ok &= check("engine", f"{row} launches wait for nothing", partial(no_waits, hybrid))
-        for family, path in paths.items():
+        mtp = guessing_model(Path(directory) / "mtp")
+        ok &= check("engine", f"{row} guesses as torch", partial(guesses, mtp))
+        for family, path in {"qwen3_5_text": hybrid, **paths}.items():
             ok &= check("engine", f"engine {family} drafts against none", partial(drafted, path))
         for family, path in paths.items():
             row = f"engine {family} overlapped against plain"

@@ -39,7 +39,7 @@ from tests.engine.runtime.kernels import test_decode_attention as decode
 from tests.engine.runtime.kernels import test_prefill_attention as prefill
 from tests.engine.runtime.kernels import test_sampling as sampling
 from tests.engine.runtime.kernels.cases import Shape, paged_case
-from tests.engine.runtime.kernels.deltas import delta_case
+from tests.engine.runtime.kernels.deltas import DeltaCase, delta_case
 from tests.gpu.near import near, same
 
 CUDA = torch.device("cuda")
@@ -64,6 +64,8 @@ CHUNKS, CONTEXTS = (700, 1, 200, 64, 5, 129), (700, 100, 1200, 192, 4133, 129)
 
 DELTA_NETS = (DeltaNet(16, 16, 128, 128, 4), DeltaNet(4, 12, 128, 128, 4), DeltaNet(2, 4, 64, 32, 4))
 DELTA_FLOAT32 = (DeltaNet(2, 4, 16, 32, 4),)
+DELTA_VERIFIED = ((7, 1), (0, 1), (0, 3), (4000, 16), (30, 2), (37, 700), (64, 1))
+"""Rows of one token, three that verify drafts, and others."""
 DELTA_ROWS = ((7, 1), (0, 1), (4000, 1), (0, 700), (37, 20), (30, 34), (0, 2), (64, 1), (0, 129))
 
 REPEATS = 20
@@ -139,7 +141,10 @@ def prefill_attention(shape: Shape, dtype: torch.dtype, window: int | None) -> d
 
 def delta_nets(net: DeltaNet, dtype: torch.dtype) -> dict[str, Any]:
     """Rows of one token and of many, over states of which those of nobody are NaN; twice the same."""
-    case = delta_case(net, DELTA_ROWS, dtype=dtype)
+    return found_as_torch(delta_case(net, DELTA_ROWS, dtype=dtype), dtype)
+
+
+def found_as_torch(case: DeltaCase, dtype: torch.dtype) -> dict[str, Any]:
     found, again, expected, errors = case.found(CUDA), case.found(CUDA), case.expected(), []
     for name in ("out", "heads", "inputs"):
         own, other = getattr(found, name), getattr(expected, name)
@@ -148,6 +153,16 @@ def delta_nets(net: DeltaNet, dtype: torch.dtype) -> dict[str, Any]:
         assert torch.equal(own.isnan().cpu(), ~taken), f"{name}: NaN elsewhere"
         errors.append(near(own[taken.to(own.device)], other[taken], ERROR_MAX[dtype]))
     return {"error": max(errors)}
+
+
+def delta_nets_of_drafts(net: DeltaNet, dtype: torch.dtype) -> dict[str, Any]:
+    """A state behind each token, in cells that are turned round where drafts are right: as torch leaves
+    them."""
+    case = delta_case(net, DELTA_VERIFIED, dtype=dtype, verifying=3)
+    for right in ((0, 0, 0), (2, 15, 1), (1, 7, 0), (0, 14, 1)):
+        found, expected = case.turned(right, CUDA)
+        assert found == expected, f"{right} right: states lie in {found}, not in {expected}"
+    return found_as_torch(case, dtype)
 
 
 def delta_chunks_cut(dtype: torch.dtype) -> dict[str, Any]:
@@ -385,6 +400,7 @@ def in_precision(dtype: torch.dtype, shapes: Sequence[Shape]) -> bool:
     for net in DELTA_FLOAT32 if dtype == torch.float32 else DELTA_NETS:
         row = f"{net.key_heads}x{net.value_heads} of {net.key_dim}x{net.value_dim} {name}"
         ok &= check("kernels", f"delta net {row}", partial(delta_nets, net, dtype))
+        ok &= check("kernels", f"delta net with drafts {row}", partial(delta_nets_of_drafts, net, dtype))
     for shape in shapes:
         for window in (None, 100):
             page = shape.page_size

@@ -9,7 +9,7 @@
 #   floors     measures what this card does at best: every share below is of that.
 #   kernels    each kernel against the reference that the CPU's tests use, in fp32, fp16 and bf16; in float64
 #              on the CPU where it is attention; delta nets token by token. Ragged rows, shuffled pages, NaN in
-#              all that nobody owns. Tokens of rows that verify drafts, attention and sampling.
+#              all that nobody owns. Tokens of rows that verify drafts, attention, delta nets and sampling.
 #   steps      measures decode steps and prefills of true shapes; those with targets first, then overlapped
 #              launches and measured splits, then fp8 KV and what else is compared. And sampling of flat rows,
 #              and steps of 1, 8 and 32 streams that verify up to 8 drafts each.
@@ -17,7 +17,8 @@
 #              step as a graph against the same step eager, to the bit.
 #   engine     the whole engine on small random models, from loading through the core's loop: tokens against
 #              transformers, overlapped against plain under preemption, graphs against eager, drafts against none,
-#              prompts that go on from snapshots of states against cold ones; launches that wait.
+#              prompts that go on from snapshots of states against cold ones; an MTP layer's guesses against torch's;
+#              launches that wait.
 #   attention  measures paged decode attention alone, by every back end that is installed, and delta nets.
 #   whole      measures the whole engine: nano-vllm's benchmark, the time between decode graphs, streams beside a
 #              long prompt, start to ready of 8B, and last transformers' continuous batching. Writes 18 GB to

@@ -58,11 +58,18 @@ def test_sampling_of_drafts() -> None:
     assert max(kernels.sampling_of_drafts(1.0, True)["stay"]) > 2
 
 
+@pytest.mark.nightly
 def test_delta_nets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "DELTA_ROWS", ((7, 1), (0, 1), (50, 40)))
     (net,) = kernels.DELTA_FLOAT32
     assert kernels.delta_nets(net, torch.float32)["error"] < 1e-5
     kernels.delta_chunks_cut(torch.float32)
+
+
+@pytest.mark.nightly
+def test_delta_nets_of_drafts() -> None:
+    (net,) = kernels.DELTA_FLOAT32
+    assert kernels.delta_nets_of_drafts(net, torch.float32)["error"] < 1e-5
 
 
 @pytest.mark.parametrize("fp8", [False, True])

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from engine.contract.messages import SamplingParams
 from engine.runtime.attention.triton_paged import TritonDecode, TritonPrefill
-from engine.runtime.device.device_decoder import DecodeStep, DeviceDecoder, DeviceModel
+from engine.runtime.device.device_decoder import DecodeStep, DeviceDecoder, DeviceModel, StepTables
 from engine.runtime.device.device_sampling import DeviceSampling, SamplingScratch
 from engine.runtime.device.graphs import CudaGraphDevice, DecodeGraphs, batch_buckets
 from engine.runtime.host.host_runner import HostRunner
@@ -115,8 +115,8 @@ def graph(path: Path) -> dict[str, Any]:
             table[slot, place] = spare.pop()
     tokens = torch.cat((slots.tokens, torch.zeros_like(slots.tokens[:1]))).to(CUDA)
     scratch = SamplingScratch.empty(4, vocab, model.decoder.dtype, CUDA)
-    tables = tokens, table.to(CUDA), sampling, scratch
-    step = DecodeStep(model.decoder, model.cache, model.decode, *tables, states=model.states)
+    tables = StepTables(tokens, table.to(CUDA), model.cache, model.decode, model.states)
+    step = DecodeStep(model.decoder, tables, sampling, scratch)
     kept = () if model.states is None else (*model.states.heads, *model.states.inputs)
     begun = [own.clone() for own in kept]
     lengths = [len(life.tokens) for life in lives]

@@ -1,10 +1,11 @@
 """Takes guards out of the product one at a time, and bounds, and says which of them no test misses.
 
-    python -m tests.guards              # all, on every core: some 20 minutes on two
+    python -m tests.guards              # all, on every core: some ten minutes on two
     python -m tests.guards NAME...      # those whose names contain one of these
 
-Each is taken out of a copy of the checkout, where the tests that must notice it are run. Before that they
-pass with nothing taken away. Ends with what was not noticed, and then with status 1.
+Each is taken out of a copy of the checkout, where the tests that must notice it are run, for at most two
+minutes. Before that they pass with nothing taken away. Ends with what was not noticed, and then with
+status 1. A test that draws its cases has one that notices as an example: a draw may miss it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from queue import SimpleQueue
 
-from tests.guards.copies import Outcome, Trial, copied, tried
+from tests.guards.copies import Copy, Outcome, Trial, copied, environment_of
 from tests.guards.removals import Removal, product, removals
 
 
@@ -29,7 +30,7 @@ def main(names: Sequence[str]) -> int:
         return 2
     with ExitStack() as stack:
         copies = [stack.enter_context(copied()) for _ in range(os.cpu_count() or 1)]
-        if not _pass(copies[0], sorted({test for one in wanted for test in one.tests})):
+        if not _pass(copies[0].root, sorted({test for one in wanted for test in one.tests})):
             print("These tests fail with nothing taken away.", file=sys.stderr)
             return 1
         trials = _tried(copies, wanted)
@@ -43,21 +44,20 @@ def main(names: Sequence[str]) -> int:
 def _pass(copy: Path, tests: Sequence[str]) -> bool:
     """True if the tests pass."""
     options = ["-q", "-x", "--no-header", "-p", "no:cacheprovider", "-n", str(os.cpu_count() or 1)]
-    environment = {**os.environ, "PYTHONPATH": str(copy)}
     command = [sys.executable, "-m", "pytest", *options, *tests]
-    return subprocess.run(command, cwd=copy, env=environment, check=False).returncode == 0
+    return subprocess.run(command, cwd=copy, env=environment_of(copy), check=False).returncode == 0
 
 
-def _tried(copies: Sequence[Path], wanted: Sequence[Removal]) -> dict[str, Trial]:
+def _tried(copies: Sequence[Copy], wanted: Sequence[Removal]) -> dict[str, Trial]:
     """Try the removals, one at a time in each copy. Prints each as it is done."""
-    sources, free = product(), SimpleQueue[Path]()
+    sources, free = product(), SimpleQueue[Copy]()
     for copy in copies:
         free.put(copy)
 
     def work(one: Removal) -> Trial:
         copy = free.get()
         try:
-            return tried(copy, one.edits(sources), one.tests)
+            return copy.tried(one.edits(sources), one.tests)
         finally:
             free.put(copy)
 

@@ -188,13 +188,17 @@ class InProcessCore:
         return await asyncio.shield(self._death)
 
     def send(self, message: CoreInput) -> None:
-        for added in sequences_of(message) if isinstance(message, AddRequest) else ():
+        if isinstance(message, AddRequest):
+            self._note(message)
+        self._inbox.put(message)
+
+    def _note(self, message: AddRequest) -> None:
+        for added in sequences_of(message):
             self._requests[added.handle] = added.request_id
             computed = self.computed.setdefault(added.request_id, Computed())
             computed.prompt_lens[added.handle] = len(added.prompt_ids)
             computed.shared_len = len(message.shared) // TOKEN_LEN
             computed.prediction_lens[added.handle] = len(added.prediction or ())
-        self._inbox.put(message)
 
     async def close(self, grace_s: float) -> None:
         self.die("closed")

@@ -10,6 +10,7 @@ import pytest
 
 from shared.trace.sentences import sentence
 from shared.wire.completed_line import EngineLine, GatewayLine
+from tests.effort import some
 from tests.engine.api.tiny import write_model_dir
 from tests.histories.world import until
 from tests.scenes.stage import Setting, SlowPool, Stage, Told, play
@@ -82,7 +83,7 @@ def test_a_long_prompt_beside_a_stream(model_dir: Path) -> None:
 GAP_TARGET_S = 0.05
 
 
-@pytest.mark.parametrize(("inputs", "length"), [(2048, 5), (300, 40), (20, 1000)])
+@pytest.mark.parametrize(("inputs", "length"), some([(300, 40), (20, 1000), (2048, 5)], usual=2))
 def test_a_flood_of_vectors_beside_a_stream(model_dir: Path, inputs: int, length: int) -> None:
     """The stream's gaps keep to their target, and its tenant's next requests begin soon, while another tenant
     has four requests for vectors: all slots, and a queue that is never empty."""

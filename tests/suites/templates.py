@@ -42,12 +42,12 @@ from shared.text.chat_template import (
     BoundedEnvironment,
     ChatTemplate,
     CompiledTemplate,
+    TemplateInput,
     variables_read,
 )
 from shared.text.rendering import Chat as Rendering
 from shared.text.rendering import Renderer, encoded, told
 from shared.text.rendering_child import rendered
-from shared.text.template_input import TemplateInput
 from shared.text.template_takes import Takes
 from shared.wire.errors import InvalidRequest
 from tests.bench.figures import Figure, at_least, at_most, figure

@@ -33,7 +33,7 @@ TEXT_COPIES: Final = 3
 
 
 class DecidedRequest(Struct, frozen=True):
-    """What an answer must know of its request: the questions, without what is asked in them."""
+    """The part of a request that its answer needs: the questions, without their texts."""
 
     questions: Sequence[Question]
     held_len: int

@@ -110,11 +110,12 @@ class EngineExchange:
         self.request_id = accept_request_id(request.headers.get(REQUEST_ID_HEADER))
         self.tenant = request.headers.get(TENANT_HEADER, "")
         """The tenant that the gateway names; empty where no gateway does."""
-        self.stages = house.tracing.stages(
+        self.stages = Stages(
             "engine",
             house.clock,
             traceparent=request.headers.get(TRACEPARENT_HEADER),
             tracestate=request.headers.get(TRACESTATE_HEADER),
+            samples=house.tracing.samples,
         )
         self.endpoint = "unknown"
         """The route, once it is found."""
@@ -398,7 +399,7 @@ class EngineExchange:
 
 
 def _of_prediction(tally: Tally) -> dict[str, int]:
-    """What became of what the caller predicted, where anything of it was tried."""
+    """The counts of the caller's predicted tokens that were right and wrong; empty where none was tried."""
     if not (tally.predicted or tally.mispredicted):
         return {}
     return {

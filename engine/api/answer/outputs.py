@@ -123,8 +123,7 @@ class ChoiceOutput:
     vector: bytes = b""
     """The vector of its prompt, where that was asked for and has come."""
     predicted = mispredicted = 0
-    """Of what its caller predicts, the tokens that were tried and are in its answer, and those that were
-    wrong."""
+    """The numbers of predicted tokens that were tried and are in the answer, and of those that were wrong."""
     finish_reason: FinishReasonName | None = None
     first_token_at: float | None = None
     stopped_by: str | int | None = None

@@ -21,7 +21,7 @@ RESULT_LEN = 128
 
 
 class RankedRequest(Struct, frozen=True):
-    """What an answer must know of its request."""
+    """The part of a request that its answer needs."""
 
     documents: Sequence[str] | None
     """None where they are not answered."""

@@ -71,7 +71,7 @@ class EngineState:
         self._idle = asyncio.Event()
         self._idle.set()
         self._generations: dict[RequestId, dict[Abortable, str]] = {}
-        """Those in progress, each with its tenant."""
+        """The generations in progress, each with its tenant."""
         metrics.watch_core(self._reading)
 
     # -- what is served ---------------------------------------------------------------------------

@@ -129,7 +129,7 @@ class _Answer:
 
     whole: str
     from_call: str = ""
-    """Of one that begins with a call. Empty where none can."""
+    """The grammar of an answer that begins with a call. Empty where none can."""
     is_text: bool = False
     """True if it begins with any text."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
@@ -28,15 +28,14 @@ from shared.apis.prompt import ChatPrompt
 from shared.apis.validation import parse
 from shared.fairness.fair_threads import at_once
 from shared.process import logs
-from shared.text.model_files import BadModelFile, parse_object, read_text, refusals, shown, unexplained
+from shared.text.model_files import BadModelFile, S, filled, read_object, refusals, shown, unexplained
 from shared.text.prompts import prompt_slices
-from shared.text.template_input import EFFORT
+from shared.text.template_takes import EFFORT
 from shared.text.tokenizer import Tokenizer, TokenizerBundle, read_files
 from shared.text.tokenizer_files import CONFIG as TOKENIZER_CONFIG
 from shared.text.tokenizer_files import TokenizerFiles
 from shared.wire.errors import InvalidRequest, TokenizerFailed
 
-S = TypeVar("S", bound=msgspec.Struct)
 GENERATION_CONFIG = "generation_config.json"
 MODEL_CONFIG = "config.json"
 _ANSWER = "Good morning"
@@ -356,16 +355,14 @@ def _sampling(name: str, fields: Mapping[str, Any]) -> SamplingDefaults:
 def _fields(path: Path) -> dict[str, Any] | None:
     """The keys and values of a JSON file; None where there is no such file. Raises UnusableModel."""
     try:
-        text = read_text(path)
-        return None if text is None else parse_object(text)
+        return read_object(path)
     except BadModelFile as error:
-        raise UnusableModel(f"{path} {error}") from error
+        raise UnusableModel(f"{path.parent}/{error}") from error
 
 
 def _read(name: str, fields: Mapping[str, Any], kind: type[S]) -> S:
-    """The Struct `kind`, filled from `fields`. A null is treated as an absent key. Raises
-    UnusableModel."""
+    """`filled`. Raises UnusableModel."""
     try:
-        return msgspec.convert({key: value for key, value in fields.items() if value is not None}, kind)
-    except msgspec.ValidationError as error:
-        raise UnusableModel(f"{name} cannot be read: {error}") from error
+        return filled(name, fields, kind)
+    except BadModelFile as error:
+        raise UnusableModel(str(error)) from error

@@ -1,4 +1,4 @@
-"""Whether a model ranks documents, and in which format: as its operator says, or its files.
+"""Finds out whether a model ranks documents, and in which format: its operator says so, or its files do.
 
     modules.json, .../config.json   a LogitScore, as sentence-transformers (from 5.4 on) writes a reranker
                                     that answers by two tokens
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from engine.contract.embedders import MODULES, logit_score
-from shared.text.model_files import BadModelFile, parse_object, read_text, shown
+from shared.text.model_files import BadModelFile, read_object, read_text, shown
 from shared.text.reranking import FORMATS, JUDGE
 from shared.text.tokenizer_files import TokenizerFiles
 
@@ -39,7 +39,7 @@ def reranker_of(directory: Path, setting: RerankerSetting, files: TokenizerFiles
     if modules is not None and (path := logit_score(modules)) is not None:
         _check_logit_score(directory, path, asks=asks)
         return QWEN3
-    return QWEN3 if asks or _is_told(_object(directory / "config.json")) else None
+    return QWEN3 if asks or _is_told(read_object(directory / "config.json") or {}) else None
 
 
 def _is_told(config: Mapping[str, Any]) -> bool:
@@ -55,7 +55,7 @@ def _check_logit_score(directory: Path, path: str, *, asks: bool) -> None:
     own = Path(path)
     if own.is_absolute() or own.name != path:
         raise BadModelFile(f"{MODULES}: path {shown(path)} is no directory of the model's own")
-    asked = _object(directory / own / "config.json")
+    asked = read_object(directory / own / "config.json") or {}
     if asked.get("false_token_id") is None:
         raise BadModelFile(f"{where}: false_token_id null is not supported {_HINT}")
     if not asks:
@@ -63,11 +63,3 @@ def _check_logit_score(directory: Path, path: str, *, asks: bool) -> None:
             f"{where}: the chat template asks another question than Qwen3-Reranker's, which is not supported "
             f"{_HINT}"
         )
-
-
-def _object(path: Path) -> Mapping[str, Any]:
-    try:
-        text = read_text(path)
-        return {} if text is None else parse_object(text)
-    except BadModelFile as error:
-        raise BadModelFile(f"{path.name} {error}") from error

@@ -152,7 +152,7 @@ class CoreClient:
         self._live: dict[int, ChoiceOutput] = {}
         self._paused: set[int] = set()
         self._parked: dict[Parked, None] = {}
-        """Those that wait for room in the queue, in their order."""
+        """The requests that wait for room in the queue, in their order."""
         self._is_stopping = False
         self._refusal: ApiError | None = None
         """The error for every new request; None while requests are taken."""

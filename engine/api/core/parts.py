@@ -81,7 +81,7 @@ class Parts:
     ) -> None:
         """`goes_ahead`: the first is to be complete before others are sent (rule 1)."""
         self.handles: Final = list[int]()
-        """Those of all that were sent."""
+        """The handles of all that were sent."""
         self.output: Final = output
         self._core: Final = core
         self._request_id, self._branches, self._share = request_id, branches, share

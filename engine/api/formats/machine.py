@@ -243,7 +243,8 @@ class AnswerMachine:
 
 
 class _Reader:
-    """What reads an answer, apart from the generator that runs it: they would refer to each other."""
+    """The state of an answer's reader, apart from the generator that runs it: they would refer to each
+    other."""
 
     def __init__(
         self,
@@ -333,8 +334,8 @@ class _Reader:
         return self.tables.unclosed if self._is_unclosed else self.tables.text
 
     def _bare(self) -> tuple[int, _Meaning | None, int] | None:
-        """As `_Watch.look` has it: a call without a marker, or white space before what may be one. None if
-        there can be none."""
+        """The place, meaning and length of what is next (`_Watch.look`): a call without a marker, or white
+        space before what may be one. None if there can be none."""
         text, bare = self.source.text, self.tables.bare
         if not (bare and self._at_start) or self.is_reasoning:
             return None
@@ -543,7 +544,7 @@ def _decoded(text: str) -> str:
 
 
 def _begun(format_: AnswerFormat, prompt_tail: str) -> PartKind | None:
-    """What the end of the prompt has begun of the answer: reasoning that is open, or text. None for
+    """The part of the answer that the end of the prompt has begun: reasoning that is open, or text. None for
     nothing."""
     found = [(prompt_tail.rfind(anchor), anchor) for anchor in format_.anchors if anchor in prompt_tail]
     if found:

@@ -1,4 +1,4 @@
-"""What is still to be read of an answer, and the waiting for more of it.
+"""The text of an answer that is still to be read, and the waiting for more of it.
 
 The readers of an answer are generators: one that needs more text than there is yields, and goes on where it
 was when more has come. So they read as if the whole text were there, nothing is scanned twice, and how the
@@ -42,7 +42,7 @@ Marker = tuple[str, ...]
 
 
 class Broken(Exception):
-    """What comes next cannot be read as what was expected."""
+    """The text that comes next cannot be read as the part that was expected."""
 
 
 class Spelling:
@@ -152,8 +152,8 @@ class MarkedSource:
             return end >= 0
 
     def matched(self, whole: re.Pattern[str], partial: re.Pattern[str]) -> Reading[re.Match[str] | None]:
-        """What `whole` matches here, which is not passed. None if it does not. More text is waited for while
-        all there is matches `partial`."""
+        """The match of `whole` here, which is not passed. None if there is none. More text is waited for
+        while all there is matches `partial`."""
         while True:
             if partial.fullmatch(self.text, self.at) is None or not (yield from self.more()):
                 return whole.match(self.text, self.at)

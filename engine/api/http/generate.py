@@ -115,9 +115,9 @@ class Generation:
     _shared_len: int
     """The tokens with which all prompts begin, where that is known."""
     _parts: Parts | None
-    """What sends the prompts, where they begin alike."""
+    """Sends the prompts, where they begin alike."""
     _beats: Timer | None = None
-    """That timer. None where the stream has none."""
+    """The timer of keep-alives. None where the stream has none."""
 
     def __init__(
         self,
@@ -154,7 +154,7 @@ class Generation:
         self._output = self._request_output(asked, holding)
         self._stops = StopStrings(asked.stop_strings) if asked.stop_strings else None
         self._no_text = Detokenizer(model.tokenizer.decode_stream([]))
-        """That of sequences of which nothing is sampled, however many."""
+        """The detokenizer of sequences of which nothing is sampled, however many."""
         self._outputs = [self._choice_output(asked, model, index) for index in range(len(asked.choices))]
         self._is_crowd = len(self._outputs) > CROWD
         self._parts = None if asked.branches is None else self._parts_of(asked.branches, asked.share)
@@ -269,8 +269,8 @@ class Generation:
             self._state.core.lift_deadline(self._handles[self._bearer])
 
     def _meanwhile(self) -> bytes:
-        """What a stream is sent where there is no output: its opening, once, or a keep-alive. Before the
-        opening that is a comment, which is no event."""
+        """The bytes that a stream is sent while there is no output: its opening, once, or a keep-alive.
+        Before the opening that is a comment, which is no event."""
         if self._is_open:
             return self._api.keepalive
         if not self._output.has_begun:

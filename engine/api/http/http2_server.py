@@ -20,12 +20,11 @@ from typing import Final, Protocol
 from urllib.parse import unquote
 
 from shared.http2 import frames
-from shared.http2.connection import Connection
+from shared.http2.connection import Connection, ConnectionPhase
 from shared.http2.connection_config import WATCH, ConnectionConfig, WatchConfig
 from shared.http2.connection_errors import ConnectionLost, ErrorCode, StreamFailed
 from shared.http2.endpoint import ConnectionEndpoint
 from shared.http2.headers import HeaderList, Headers, header_list
-from shared.http2.phase import ConnectionPhase
 from shared.http2.stream import Stream
 from shared.process.clock import SYSTEM_CLOCK, Clock
 from shared.wire.errors import InvalidRequest

@@ -1,1 +1,1 @@
-"""What the API process tells of its work: metrics, and the causes of waits."""
+"""The API process tells of its work here: metrics, and the causes of waits."""

@@ -71,7 +71,7 @@ class SequenceMarks(Struct, eq=False):
     admitted_before: tuple[int, ...] = (0, 0, 0)
     """Sequences that had been admitted when it came, for each class, FLEX first."""
     admitted_first: tuple[int, ...] | None = None
-    """Those that had been when it was admitted itself; None until then."""
+    """Sequences that had been admitted when it was admitted itself; None until then."""
     interruptions: tuple[Interruption, ...] = ()
 
     def interrupted(self, interruption: Interruption) -> None:

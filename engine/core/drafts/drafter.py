@@ -51,12 +51,12 @@ class Drafts(Protocol):
         ...
 
     def look(self, tokens: array[int], most: int, read_max: int) -> Proposal | None:
-        """What may follow, `most` tokens at most, and none that ends the sequence. Reads what is new of the
-        tokens, `read_max` at most."""
+        """A proposal of what follows, `most` tokens at most, and none that ends the sequence. Reads what is
+        new of the tokens, `read_max` at most."""
         ...
 
     def forced(self) -> Proposal:
-        """What to offer tokens as that a grammar forces."""
+        """The proposal as which tokens are offered that a grammar forces."""
         ...
 
     def take(self, draft: Proposal) -> None:

@@ -4,7 +4,8 @@ sequence asks for them, and what came of them.
 A plan asks for guesses behind the token that its step samples, as many as will pay: a guess takes time in
 that step, and as a draft in the next (`engine.core.step.drafting`). They come with the step's result, and are
 offered at the next plan as any draft is, unless the sequence's own tokens tell something likelier. While they
-do, nothing is asked for.
+do, nothing is asked for. Where steps overlap, a token more may be known by then: if it is the first guess,
+the others are offered.
 """
 
 from __future__ import annotations
@@ -83,7 +84,9 @@ class GuessDrafts:
             self._found_chance = 0.0 if found is None else found.chance
             if found is None and self._other.has_read:
                 self._looks_from = len(tokens) + self._other.pause
-        guesses = self._guesses[:most] if self._known_len == len(tokens) else []
+        passed = len(tokens) - self._known_len
+        is_right = 0 <= passed < len(self._guesses) and [*tokens[self._known_len :]] == self._guesses[:passed]
+        guesses = self._guesses[passed : passed + most] if is_right else []
         self._offers = bool(guesses) and self.asks
         if self._offers:
             return Proposal(guesses, self.chance, GUESSED)

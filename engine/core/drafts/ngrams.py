@@ -17,7 +17,7 @@ Rules:
 from __future__ import annotations
 
 from array import array
-from itertools import islice
+from itertools import islice, repeat
 from typing import Final, NamedTuple
 
 LEVELS: Final = (4, 2)
@@ -69,13 +69,14 @@ class NGrams:
             first = max(start, n)
             if first < end:
                 own = tokens[first - n : end - 1]
-                for at, key in enumerate(map(hash, zip(*(islice(own, i, None) for i in range(n)))), first):  # noqa: B905
+                behind = map(islice, repeat(own), range(n), repeat(None))  # each a token further on
+                for at, key in enumerate(map(hash, zip(*behind)), first):  # noqa: B905
                     table[key & mask] = at
         self.known_len = end
         return end
 
     def find(self, tokens: array[int], most: int) -> Found | None:
-        """What followed the newest tokens last time, `most` tokens of it at most, and again from its
+        """The tokens that followed the newest ones last time, `most` at most, and again from their
         beginning where it reaches the end. None where they are new. All tokens must be known."""
         assert self.known_len == len(tokens)
         for n, table in zip(LEVELS, self._tables, strict=True):

@@ -128,7 +128,7 @@ class PredictionDrafts:
         self._seen_len = prompt_len
         """The sequence's tokens along which it was followed."""
         self._left = len(prediction)
-        """Of its tokens, those that may still be wrong (rule 1)."""
+        """The number of its tokens that may still be wrong (rule 1)."""
 
     @property
     def size(self) -> int:
@@ -156,7 +156,7 @@ class PredictionDrafts:
         return predicted
 
     def _predicted(self, tokens: array[int], most: int, read_max: int) -> Proposal | None:
-        """What the prediction has next."""
+        """A proposal of the prediction's next tokens."""
         self._follow(tokens)
         if self._at is None:
             self._seek(tokens, read_max)

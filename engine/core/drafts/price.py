@@ -60,7 +60,7 @@ class Sureness(IntEnum):
 
 
 class Acceptance:
-    """What came of one sequence's drafts."""
+    """The numbers of one sequence's drafts that were right and wrong."""
 
     __slots__ = ("_passed", "_patience", "_right", "_wrong")
 

@@ -220,8 +220,8 @@ class StepCost:
 
     @property
     def scoring(self) -> StepCost:
-        """The same for a prompt all of whose tokens are scored. Until steps have told what that takes, it is
-        what a decode does, which ends in the same way."""
+        """The cost of steps for a prompt all of whose tokens are scored. Until steps have told what that
+        takes, it is what a decode does, which ends in the same way."""
         return replace(self, token_s=self.token_s + (self.score_s or self.row_s))
 
     def seconds(self, work: Work) -> float:

@@ -75,7 +75,7 @@ class PrefillBudget:
     """The longest time to which credit may extend it."""
 
     def beside(self, drafts_s: float) -> PrefillBudget:
-        """What drafts leave of it that take so long."""
+        """The budget that is left beside drafts that take so long."""
         return PrefillBudget(self.seconds - drafts_s, self.longest_s - drafts_s)
 
 

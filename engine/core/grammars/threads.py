@@ -75,7 +75,7 @@ class _Row:
     tokens: list[int] = field(default_factory=list)
     """The tokens that the matcher has not taken in yet."""
     drafts: Sequence[int] | None = None
-    """What may follow them; None where no masks behind drafts are wanted."""
+    """The tokens that may follow them; None where no masks behind drafts are wanted."""
     is_open: bool = True
     unproven: int = 0
     """The masks in time that it lacks to be filled in the fast lane; 0: it is."""

@@ -47,9 +47,9 @@ class _Queues:
     """One tenant's pages that are not kept, in two queues in the order of release, each with its time."""
 
     released: OrderedDict[int, int] = field(default_factory=OrderedDict)
-    """Those that were never kept since their release."""
+    """The pages that were never kept since their release."""
     let_go: OrderedDict[int, int] = field(default_factory=OrderedDict)
-    """Those that were."""
+    """The pages that were kept since, and let go."""
 
     def __len__(self) -> int:
         return len(self.released) + len(self.let_go)

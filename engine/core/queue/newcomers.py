@@ -190,8 +190,8 @@ class Intake:
         self._of_tenant.setdefault(newcomer.tenant, deque()).append(newcomer.handle)
 
     def take(self, now: float) -> list[AddSequence]:
-        """Those of the next step, with what is left of the time for their first tokens: nothing, or less,
-        where they waited longer."""
+        """The newcomers of the next step, with what is left of the time for their first tokens: nothing, or
+        less, where they waited longer."""
         taken: list[AddSequence] = []
         tokens = 0
         while self._of_tenant and len(taken) < TAKEN_MAX and tokens < TAKEN_TOKENS_MAX:
@@ -206,8 +206,8 @@ class Intake:
         return taken
 
     def take_named(self, handles: Iterable[int], now: float) -> list[AddSequence]:
-        """Those of these handles that wait here, as `take` has them: something is said of them, which
-        presupposes them."""
+        """The newcomers of these handles that wait here, in the form of `take`: something is said of them,
+        which presupposes them."""
         waited = [self.waiting.pop(handle) for handle in handles if handle in self.waiting]
         return [_after(now - came_at, newcomer) for newcomer, came_at in waited]
 

@@ -22,6 +22,10 @@ Rules
    only what is worth the step that they will sit out, more than one token; but for those that follow a
    grammar, which sit it out anyway. To look for drafts on the device would spare the wait. But it would have
    to hold all indexes, and the host would plan pages, limits and masks by lengths that it does not know.
+   Measured (`python -m tests.bench scheduler --overlap`): it is better than both others, steps that do not
+   overlap and overlapped ones without drafts, at 1 stream, and near the better one at 8 and 32; behind it
+   where nearly all drafts of 32 streams are right and the host is busy. What a search on the device could add
+   is the host's time for the steps that wait, some 0.3 to 0.7 ms each.
 5. A look costs some 5 us of the core's thread, and to read a token 0.5 us, of which `READ_MAX` are read in a
    plan at most. Those whose looks find nothing are looked at more rarely (`Drafts.pause`), and so are those
    for which not even right drafts would pay.
@@ -29,7 +33,9 @@ Rules
    runner may have room for so many (`RunnerInfo.drafts_together`).
 7. Where the model guesses (`RunnerInfo.guesses_max`), a plan asks for as many guesses as will pay in the
    next one: one takes its time in this step, and that of a draft in the next. They are asked for behind
-   decodes that nothing else leads (`engine.core.drafts.guesses`), with pages for what they may become.
+   decodes that nothing else leads (`engine.core.drafts.guesses`), with pages for what they may become. Where
+   steps overlap, they are asked for where it will pay to wait for them, as for drafts (rule 4): they are
+   known when the step is back whose token they stand behind.
 8. The indexes of all sequences take `ROOM` bytes at most. Those that come when it is used up draft nothing.
 """
 
@@ -131,13 +137,18 @@ class Drafting:
         """True if the next plan is to be made once the step in flight is committed (rule 4)."""
         running = self.allocator.running.values()
         streams = [each for each in running if each.coming and each.mask == b"" and not each.is_paused]
-        coming = [each for each in streams if each.drafts_from <= each.computed_len and not each.verifying]
-        verifying = [each for each in streams if each.verifying]
-        if not (coming or verifying):
+        guessing = [each for each in streams if each.guessing]
+        others = [each for each in streams if not each.guessing]
+        coming = [each for each in others if each.drafts_from <= each.computed_len and not each.verifying]
+        verifying = [each for each in others if each.verifying]
+        if not (coming or verifying or guessing):
             return False
         early = self._looked_at_early(coming)
         drafts = [(each, draft.chance, len(draft.tokens), draft.chance) for each, draft in early]
         drafts += [(each, each.draft_chance, each.verifying, 1.0) for each in verifying]
+        drafts += [
+            (each, each.guesser.chance, each.guessing, 1.0) for each in guessing if each.guesser is not None
+        ]
         if drafts and self._gains(streams, drafts):
             return True
         for sequence, _ in early:
@@ -147,7 +158,7 @@ class Drafting:
         return False
 
     def _looked_at_early(self, coming: list[Sequence]) -> list[tuple[Sequence, Proposal]]:
-        """What may follow behind the known tokens of streams, before the token that is coming is there."""
+        """The proposals of streams whose next token is still coming."""
         found: list[tuple[Sequence, Proposal]] = []
         to_read = READ_MAX
         for sequence in coming:
@@ -201,28 +212,18 @@ class Drafting:
     ) -> None:
         """Add rows for the decodes, by slot, of which those in `due` are to be looked at for drafts.
         `beside_prompts`: prompts may have a part of the step."""
-        self._add_rows(builder, decodes, due, now, beside_prompts)
+        looks = self._looked_at(due, self.spare_drafts(builder.tokens_left, len(decodes)))
+        drafts = self._chosen(looks, builder, decodes, now, beside_prompts) if looks else {}
+        if drafts:
+            builder.add_decodes({slot: each for slot, each in decodes.items() if slot not in drafts})
+            builder.add_verifying({slot: decodes[slot] for slot in drafts}, [*drafts.values()])
+        else:
+            builder.add_decodes(decodes)
         if self.runner.guesses_max:
             self._ask(builder, decodes, now, beside_prompts)
 
-    def _add_rows(
-        self,
-        builder: PlanBuilder,
-        decodes: dict[int, Sequence],
-        due: list[Sequence],
-        now: float,
-        beside_prompts: bool,
-    ) -> None:
-        looks = self._looked_at(due, self.spare_drafts(builder.tokens_left, len(decodes)))
-        drafts = self._chosen(looks, builder, decodes, now, beside_prompts) if looks else {}
-        if not drafts:
-            builder.add_decodes(decodes)
-            return
-        builder.add_decodes({slot: each for slot, each in decodes.items() if slot not in drafts})
-        builder.add_verifying({slot: decodes[slot] for slot in drafts}, [*drafts.values()])
-
     def foresee(self, sequence: Sequence) -> list[int] | None:
-        """What may follow the newest token of a sequence with a grammar; None where it drafts nothing."""
+        """The drafts of a sequence with a grammar, behind its newest token; None where it drafts nothing."""
         most = min(self.drafts_max, sequence.kv_len_max - sequence.computed_len - 1)
         drafter = sequence.drafter or self._begin(sequence)
         if drafter is None or most < 1:
@@ -281,15 +282,20 @@ class Drafting:
     def _ask(
         self, builder: PlanBuilder, decodes: Mapping[int, Sequence], now: float, beside_prompts: bool
     ) -> None:
-        """Ask for the guesses that will pay as drafts of the next step (rule 6)."""
+        """Ask for the guesses that will pay as drafts of the next step (rule 7)."""
         verifying = dict(zip(builder.slots[builder.decodes :], builder.drafts, strict=False))
         asking: list[tuple[int, GuessDrafts, int]] = []
         for slot, sequence in decodes.items():
             guesser, drafts = sequence.guesser, len(verifying.get(slot, ()))
             most = min(self.runner.guesses_max, sequence.kv_len_max - sequence.planned_len - drafts - 2)
-            if guesser is not None and guesser.asks and most > 0 and not sequence.in_flight_len:
+            if guesser is None or not guesser.asks or most <= 0:
+                continue
+            if self.runner.is_async or not sequence.in_flight_len:
                 asking.append((slot, guesser, most))
         if not asking:
+            return
+        offered = [(decodes[slot], own.chance, most, 1.0) for slot, own, most in asking]
+        if self.runner.is_async and not self._gains([*decodes.values()], offered):
             return
         cost, rows = self.learner.known, len(decodes)
         work = Work.of([each.planned_len for each in decodes.values()], [1] * rows)
@@ -311,7 +317,7 @@ class Drafting:
                 continue
             own = len(verifying.get(slot, ()))
             if (fit := self.allocator.grow_for_drafts(decodes[slot], own + length, builder, now)) > own:
-                builder.guesses[slot] = fit - own
+                builder.guesses[slot] = decodes[slot].guessing = fit - own
                 builder.guess_s += (fit - own) * guess_s
 
     def _chosen(

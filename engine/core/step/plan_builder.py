@@ -125,7 +125,7 @@ class PlanBuilder:
 
     @property
     def asked_guesses(self) -> list[int]:
-        """As `Plan.guesses` has them."""
+        """The guesses that are asked for, in the form of `Plan.guesses`."""
         if not self.guesses:
             return []
         rows = zip(self.slots, self.wants, strict=True)
@@ -304,7 +304,8 @@ class PlanBuilder:
     def drop(self, slot: int, sequence: Sequence) -> None:
         """Take back what was planned for a sequence that is preempted by this very plan."""
         self.grown.pop(slot, None)
-        self.guesses.pop(slot, None)
+        if self.guesses.pop(slot, None):
+            sequence.guessing = 0
         if sequence in self.prefills:
             self._free_reserve(sequence)
             self.prefills.remove(sequence)

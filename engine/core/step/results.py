@@ -1,4 +1,4 @@
-"""What comes of a step when it is committed: tokens go to their sequences, full pages to the prefix cache,
+"""Commits a step: tokens go to their sequences, full pages to the prefix cache,
 news to the next report, and its record to whoever looks back.
 
 A record has what the step computed, what it took, and what those that waited for it lacked: counts and times

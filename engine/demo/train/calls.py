@@ -460,7 +460,7 @@ def _word(draw: Draw) -> str:
 
 
 def _repeats(draw: Draw) -> Messages:
-    """What was said is said again."""
+    """A chat in which one says again what was said."""
     messages: Messages = []
     for _ in range(draw.pick((1, 1, 2))):
         words = " ".join(_word(draw) for _ in range(draw.rng.randint(1, 7)))
@@ -487,10 +487,10 @@ def _of_first_round(index: int) -> corpus.Conversation:
 
 
 def conversations(count: int = CONVERSATIONS) -> Iterator[Messages]:
-    """Those of the third round."""
+    """The conversations of the third round."""
     return (conversation(index) for index in range(count))
 
 
 def settling(count: int = SETTLING) -> Iterator[Messages]:
-    """Those of the fourth round, most of which are as in the rounds before the third."""
+    """The conversations of the fourth round, most of which are as in the rounds before the third."""
     return (conversation(CONVERSATIONS + index, SETTLING_KEPT_SHARE) for index in range(count))

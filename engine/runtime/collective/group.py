@@ -30,8 +30,8 @@ RENDEZVOUS_DEADLINE: Final = timedelta(seconds=60)
 NEVER: Final = timedelta(days=1)
 LOOPBACK: Final = "lo"
 _c10d: Final[Any] = torch._C._distributed_c10d
-"""What torch.distributed builds its process-global group from. It is private: a release of torch that lacks
-any of it fails the group, by its name."""
+"""The parts of which torch.distributed builds its process-global group. The module is private: a release of
+torch that lacks any of it fails the group, by its name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class Group:
         return self._parts(x).movedim(0, 1).flatten(1)
 
     def _parts(self, x: Tensor) -> Tensor:
-        """Those of all ranks, [size, *x's shape]."""
+        """The parts of all ranks, [size, *x's shape]."""
         parts = x.new_empty(self.shard.size * len(x), *x.shape[1:])
         with _translated():
             _done(self._backend._allgather_base(parts, x.contiguous(), self._gather))

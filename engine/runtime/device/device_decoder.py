@@ -29,7 +29,14 @@ from engine.runtime.device.graphs import DecodeInputs
 from engine.runtime.device.slots import DeviceBatch
 from engine.runtime.kernels.autotune import DeviceLinear, MatmulTable
 from engine.runtime.kernels.begin import StepRows, begin_step
-from engine.runtime.kernels.delta_net import DeltaLayer, DeltaRows, delta_chunks, delta_step
+from engine.runtime.kernels.delta_net import (
+    Cells,
+    DeltaLayer,
+    DeltaRows,
+    delta_chunks,
+    delta_step,
+    turn_windows,
+)
 from engine.runtime.kernels.delta_net import implements as takes_delta
 from engine.runtime.kernels.dependent_launch import dependent_launches
 from engine.runtime.kernels.fused import (
@@ -43,7 +50,7 @@ from engine.runtime.kernels.fused import (
     sigmoid_mul,
 )
 from engine.runtime.kernels.matmul import Weight
-from engine.runtime.models.pieces import lacking
+from engine.runtime.models.pieces import EVERYWHERE, lacking
 from engine.runtime.models.rotary import Rotary
 from engine.runtime.models.spec import Attention, DecoderSpec, DeltaNet
 from engine.runtime.reference.delta_net import StepStates
@@ -65,22 +72,15 @@ from engine.runtime.weights.parameters import (
     DeltaWeights,
     LinearParameters,
     Matrix,
-    NormRole,
+    Vector,
     final_norm,
     layer_parameters,
     read_embedding,
     read_lm_head,
 )
 
-IMPLEMENTED: Final = frozenset(
-    {"norm.kind rms", "layer.norms before", "mlp.act silu", "mlp.bias", "attention.window", "attention.bias"}
-    | {"attention.out_bias", "attention.qk_norm heads", "tied_embeddings", "fp8 Fp8Scheme"}
-    | {"attention.qk_norm rotated heads", "attention.output_gate", "deltanet.gate silu"}
-    | {"attention.qk_norm width", "attention.tempering Tempering"}
-    | {"layer.norms both", "layer.norms behind", "mlp.act gelu_tanh", "mlp.act relu2", "mlp.gated no"}
-    | {"embed_scale", "residual_scale", "logit_scale", "logit_softcap"}
-)
-"""The pieces of models (`engine.runtime.models.pieces`) that the kernels implement, called as below."""
+IMPLEMENTED: Final = EVERYWHERE
+"""The pieces of models that the kernels implement, called as below."""
 
 Attend = Callable[[int, Tensor], Tensor]
 """(layer, queries [T, H, D]) -> the same shape; keys and values are in the cache."""
@@ -99,6 +99,20 @@ class StepTokens:
 
 
 @dataclass(frozen=True, slots=True)
+class StepTables:
+    """The device's memory of sequences, in which a decode step finds its tokens."""
+
+    tokens: Tensor
+    """The known tokens by slot, [slots, more than max_model_len] int32."""
+    page_table: Tensor
+    """The page tables by slot, [slots, pages per sequence] int32."""
+    cache: KVCache
+    attention: DecodePages
+    states: States | None = None
+    """The states by slot, of a model that has them."""
+
+
+@dataclass(frozen=True, slots=True)
 class _Attention:
     rope: int
     """The number of its rope among the model's."""
@@ -112,13 +126,13 @@ class _Attention:
 @dataclass(frozen=True, slots=True)
 class _Layer:
     inputs: DeviceLinear
-    """Of attention queries, keys, values and gates; of a delta net all that it takes."""
+    """The product for attention's queries, keys, values and gates, or for all that a delta net takes."""
     attention: _Attention | DeltaLayer
     place: int
     """Its number among the layers with keys and values, or among those with a state."""
     output: DeviceLinear
     post_norm: Norm | None
-    """Of what attention, or the delta net, adds to the stream."""
+    """Norms what attention, or the delta net, adds to the stream."""
     gate_up: DeviceLinear
     down: DeviceLinear
     mlp_post_norm: Norm | None
@@ -155,21 +169,12 @@ class DeviceNetwork(Protocol):
         a model that has them."""
         ...
 
-    def decode(
-        self,
-        inputs: DecodeInputs,
-        tokens: Tensor,
-        page_table: Tensor,
-        cache: KVCache,
-        attention: DecodePages,
-        states: States | None = None,
-    ) -> Tensor | ResidualStream:
-        """A token for each of some slots, from the device's tables by slot, or several where they verify
-        drafts -> what `logits` takes."""
+    def decode(self, inputs: DecodeInputs, kept: StepTables) -> Tensor | ResidualStream:
+        """A token for each of some slots, or several where they verify drafts -> what `logits` takes."""
         ...
 
     def logits(self, hidden: Any, out: Tensor | None = None) -> Tensor:
-        """What `hidden` or `decode` gave, or rows of it -> logits [S, vocab], in `out` where that is
+        """Take the result of `hidden` or `decode`, or rows of it -> logits [S, vocab], in `out` where that is
         given."""
         ...
 
@@ -185,9 +190,10 @@ class DeviceDecoder:
         *,
         fp8: bool = False,
         ranks: Collective = ALONE,
+        beside: DeviceDecoder | None = None,
     ) -> None:
         """`config` describes the whole model; the rank's part of it is read. `fp8`: whether matrices are held
-        in fp8."""
+        in fp8. `beside`: a network whose embedding and head are its own, too."""
         assert self.implements(config) is None
         self.config: Final = ranks.shard.of(config)
         self.ranks: Final = ranks
@@ -201,13 +207,18 @@ class DeviceDecoder:
         """[ropes, 2, D/2]"""
         self._tempering = config.attention.tempering
         load = _Loader(config, source, device, fp8, ranks.shard, self.config)
-        self._embedding = read_embedding(config, source).to(device)
-        self._embed_scale = float(torch.tensor(config.embed_scale, dtype=self._embedding.dtype))
-        """As transformers has it, rounded to the embedding's type."""
+        self.embedding: Tensor = (
+            read_embedding(config, source).to(device) if beside is None else beside.embedding
+        )
+        self._embed_scale = float(torch.tensor(config.embed_scale, dtype=self.embedding.dtype))
+        """The factor is rounded to the embedding's type, as in transformers."""
         self._layers = [load.layer(layer) for layer in range(len(config.layers))]
         norm = load.norm(final_norm(config).read(source))
-        lm_head = read_lm_head(config, source, ranks.shard, self._embedding).to(device)
-        self._lm_head = DeviceLinear(lm_head, norm=norm)
+        self._lm_head: DeviceLinear = (
+            DeviceLinear(read_lm_head(config, source, ranks.shard, self.embedding).to(device), norm=norm)
+            if beside is None
+            else replace(beside._lm_head, norm=norm)
+        )
 
     @staticmethod
     def implements(config: DecoderSpec) -> str | None:
@@ -234,42 +245,33 @@ class DeviceDecoder:
 
     @property
     def dtype(self) -> torch.dtype:
-        return self._embedding.dtype
+        return self.embedding.dtype
 
     def rows(self, step: StepTokens) -> StepRows:
         """The rows of a step with tokens of any kind, gathered by torch."""
-        angles = [rotary.angles(step.positions, torch.float32) for rotary in self._rotaries]
-        residual = F.embedding(step.token_ids, self._embedding)
+        angles = self.angles(step.positions)
+        residual = F.embedding(step.token_ids, self.embedding)
         if self._embed_scale != 1.0:
             residual = residual * self._embed_scale
         own = self._tempering
         factors = None if own is None else tempers(own, step.positions).view(-1)
         return StepRows(residual, angles, step.pages, step.offsets, factors)
 
-    def begin(
-        self, inputs: DecodeInputs, tokens: Tensor, page_table: Tensor, page_size: int
-    ) -> tuple[StepRows, Tensor]:
-        """A decode step's rows and their page tables, gathered from the device's tables by slot."""
-        own = self._embedding, self._frequencies, page_size, self._embed_scale, self._tempering
-        return begin_step(inputs.slots, inputs.lengths, tokens, page_table, *own)
+    def angles(self, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """cos and sin of positions [T], for each kind of layer."""
+        return [rotary.angles(positions, torch.float32) for rotary in self._rotaries]
 
     def hidden(
         self, step: StepTokens, cache: KVCache, attend: Attend, states: StepStates | None = None
     ) -> Tensor:
         return self.normed(self.forward(self.rows(step), cache, attend, states))
 
-    def decode(
-        self,
-        inputs: DecodeInputs,
-        tokens: Tensor,
-        page_table: Tensor,
-        cache: KVCache,
-        attention: DecodePages,
-        states: States | None = None,
-    ) -> ResidualStream:
-        step, tables = self.begin(inputs, tokens, page_table, cache.geometry.page_size)
-        attend = attention.on_device(tables, inputs.lengths, inputs.ahead)
-        return self.forward(step, cache, attend, inputs.bound(states))
+    def decode(self, inputs: DecodeInputs, kept: StepTables) -> ResidualStream:
+        page_size = kept.cache.geometry.page_size
+        own = self.embedding, self._frequencies, page_size, self._embed_scale, self._tempering
+        step, tables = begin_step(inputs.slots, inputs.lengths, kept.tokens, kept.page_table, *own)
+        attend = kept.attention.on_device(tables, inputs.lengths, inputs.ahead)
+        return self.forward(step, kept.cache, attend, inputs.bound(kept.states))
 
     def forward(
         self, step: StepRows, cache: KVCache, attend: Attend, states: StepStates | None = None
@@ -291,10 +293,22 @@ class DeviceDecoder:
             stream = self._added(stream, inner, layer.down, layer.mlp_post_norm)
         return stream
 
+    def store_first(self, step: StepRows, cache: KVCache) -> None:
+        """Store the keys and values of the first layer, which attends."""
+        layer = self._layers[0]
+        assert isinstance(layer.attention, _Attention)
+        qkv, _ = self.table.of_stream(ResidualStream(step.residual), layer.inputs)
+        self._stored(qkv, layer.attention, layer.place, step, cache)
+
     def _attended(
         self, qkv: Tensor, own: _Attention, place: int, step: StepRows, cache: KVCache, attend: Attend
     ) -> Tensor:
         """[T, H * D]"""
+        attended = attend(place, self._stored(qkv, own, place, step, cache)).flatten(1)
+        return sigmoid_mul(attended, qkv) if own.gated else attended
+
+    def _stored(self, qkv: Tensor, own: _Attention, place: int, step: StepRows, cache: KVCache) -> Tensor:
+        """Queries [T, H, D], once keys and values are stored."""
         norm = own.qk_norm
         if own.wide is not None:
             assert norm is not None
@@ -302,7 +316,7 @@ class DeviceDecoder:
             if not self.is_whole:
                 squares = self.ranks.all_reduce_(squares).div_(self.ranks.shard.size)
             norm = replace(norm, squares=squares)
-        q = norm_rotate_store(
+        return norm_rotate_store(
             qkv,
             step.angles[own.rope],
             norm,
@@ -315,8 +329,6 @@ class DeviceDecoder:
             gated=own.gated,
             tempers=step.tempers,
         )
-        attended = attend(place, q).flatten(1)
-        return sigmoid_mul(attended, qkv) if own.gated else attended
 
     def _added(
         self, stream: ResidualStream, x: Tensor, linear: DeviceLinear, norm: Norm | None
@@ -343,7 +355,7 @@ class DeviceDecoder:
         return logits if out is None else out.copy_(logits)
 
     def _shaped(self, logits: Tensor) -> Tensor:
-        """What the model makes of the head's products, in place."""
+        """The head's products, scaled and capped in place."""
         scale, cap = self.config.logit_scale, self.config.logit_softcap
         if scale != 1.0:
             logits.mul_(scale)
@@ -366,7 +378,8 @@ class _Recurrence:
 
     @staticmethod
     def of(states: StepStates, device: torch.device) -> _Recurrence:
-        return _Recurrence(states, DeltaRows.of(states.chunks, device) if states.chunks else None)
+        chunks, order = states.chunks, states.states.order
+        return _Recurrence(states, DeltaRows.of(chunks, device, order=order) if chunks else None)
 
     def __call__(self, x: Tensor, layer: DeltaLayer, place: int) -> Tensor:
         """A delta net's inputs [T, any] -> [T, Hv * Dv]."""
@@ -375,7 +388,8 @@ class _Recurrence:
         if step.decode_rows:
             assert step.slots is not None
             assert step.lengths is not None
-            delta_step(x, step.slots, step.lengths, layer, *kept, out)
+            cells = None if (order := step.states.order) is None else Cells(order, step.states.slots)
+            delta_step(x, step.slots, step.lengths, layer, *kept, out, cells, step.ahead)
         if self.chunks is not None:
             delta_chunks(x, self.chunks, layer, *kept, out)
         return out
@@ -393,44 +407,40 @@ class _Loader:
 
     def layer(self, layer: int) -> _Layer:
         own = layer_parameters(self.config, layer, self.shard)
-        norms = {role: each.read(self.source) for role, each in own.norms.items()}
+        norms = {role: each.read(self.source).to(self.device) for role, each in own.vectors.items()}
         attention, mlp = self.share.layers[layer].attention, self.share.layers[layer].mlp
         mixing: _Attention | DeltaLayer
         if isinstance(attention, DeltaNet):
             inputs, eps = own.matrices[Matrix.DELTA], self.config.norm.eps
-            weights = DeltaWeights.read(own.delta, self.source).to(self.device)
-            mixing = DeltaLayer(attention, weights, eps)
+            mixing = DeltaLayer(attention, DeltaWeights.of(norms), eps)
         else:
-            inputs, mixing = own.matrices[Matrix.QKV], self._attention(attention, norms.get(NormRole.QK))
+            inputs, mixing = own.matrices[Matrix.QKV], self._attention(attention, norms.get(Vector.QK_NORM))
         return _Layer(
-            inputs=self._linear(inputs, norms.get(NormRole.ATTENTION)),
+            inputs=self._linear(inputs, norms.get(Vector.ATTENTION_NORM)),
             attention=mixing,
             place=self.config.places[layer],
             output=self._linear(own.matrices[Matrix.OUTPUT]),
-            post_norm=self._post_norm(norms.get(NormRole.ATTENTION_POST)),
+            post_norm=self.norm(norms.get(Vector.ATTENTION_POST_NORM)),
             gate_up=replace(
-                self._linear(own.matrices[Matrix.GATE_UP], norms.get(NormRole.MLP)),
+                self._linear(own.matrices[Matrix.GATE_UP], norms.get(Vector.MLP_NORM)),
                 gated=mlp.gated,
                 gelu=mlp.act == "gelu_tanh",
             ),
             down=self._linear(own.matrices[Matrix.DOWN]),
-            mlp_post_norm=self._post_norm(norms.get(NormRole.MLP_POST)),
+            mlp_post_norm=self.norm(norms.get(Vector.MLP_POST_NORM)),
         )
-
-    def _post_norm(self, weight: Tensor | None) -> Norm | None:
-        return None if weight is None else self.norm(weight)
 
     def _attention(self, own: Attention, norm: Tensor | None) -> _Attention:
         qk_norm = None
         if norm is not None:
             counts = (own.heads, own.kv_heads) if own.qk_norm == "width" else (1, 1)
-            q_weight, k_weight = norm.to(self.device).split([count * own.head_dim for count in counts])
+            q_weight, k_weight = norm.split([count * own.head_dim for count in counts])
             qk_norm = QKNorm(q_weight, k_weight, self.config.norm.eps, own.qk_norm == "rotated heads")
         wide = (own.heads, own.kv_heads) if own.qk_norm == "width" else None
         return _Attention(self.config.ropes.index(own.rope), qk_norm, own.output_gate, wide)
 
-    def norm(self, weight: Tensor) -> Norm:
-        return Norm(weight.to(self.device).float(), self.config.norm.eps)
+    def norm(self, weight: Tensor | None) -> Norm | None:
+        return None if weight is None else Norm(weight.to(self.device).float(), self.config.norm.eps)
 
     def _linear(self, parameters: LinearParameters, norm: Tensor | None = None) -> DeviceLinear:
         """`norm`: the weight [hidden] of the norm before the product; None where there is no norm."""
@@ -442,7 +452,7 @@ class _Loader:
         return DeviceLinear(
             weight.to(self.device),
             None if bias is None else bias.to(self.device),
-            None if norm is None else self.norm(norm),
+            self.norm(norm),
         )
 
 
@@ -456,34 +466,47 @@ class DeviceModel:
     decode: DecodePages
     prefill: PrefillPages
     states: States | None = None
-    """Of a model that has them, by slot."""
+    """The states by slot, of a model that has them."""
 
     def forward(self, batch: PackedBatch) -> Tensor:
         """The final hidden states [T, hidden], on the device. Host tensors of the batch are copied without
         waiting."""
+        return self._forward(batch, batch.decode_rows, *self._attending(batch), self._bound(batch))
+
+    def _attending(self, batch: PackedBatch) -> tuple[DecodeRows | None, PrefillRows | None]:
+        """Attention of the rows of one token, and of those behind them."""
         n = batch.decode_rows
         tables = batch.page_tables.to(self.decoder.device, non_blocking=True)
         decode = self.decode.prepare(batch, tables[:n]) if n else None
-        prefill = self.prefill.prepare(batch, tables[n:]) if n < len(batch.rows) else None
-        return self._forward(batch, n, decode, prefill)
+        return decode, self.prefill.prepare(batch, tables[n:]) if n < len(batch.rows) else None
 
     def verify(self, batch: DeviceBatch) -> Tensor:
         """`forward` of a batch in which rows verify drafts. What is for decodes computes their tokens, too,
         where it has kernels for several tokens of a row; else they are chunks."""
         ahead, n = batch.ahead, batch.stream_tokens
         assert ahead is not None
+        own = ahead.first(n)
+        rows = batch.rows[batch.decode_rows + len(batch.plan.drafts) :]
+        states = None
+        if self.states is not None:
+            slots, lengths = batch.sampled_slots[:n], batch.stream_lengths
+            states = StepStates(self.states, rows, n, slots, lengths, ahead=own)
         if not self.decode.together:
-            return self.forward(batch)
-        decode = self.decode.on_device(batch.token_tables[:n], batch.stream_lengths, ahead.first(n))
+            return self._forward(batch, batch.decode_rows, *self._attending(batch), states)
+        decode = self.decode.on_device(batch.token_tables[:n], batch.stream_lengths, own)
         prefill = None
-        if n < batch.tokens:
-            rows = batch.decode_rows + len(batch.plan.drafts)
-            chunks = [Chunk(row.start, row.length, row.offset - n) for row in batch.rows[rows:]]
-            prefill = self.prefill.of_chunks(chunks, batch.page_tables[rows:])
-        return self._forward(batch, n, decode, prefill)
+        if rows:
+            chunks = [Chunk(row.start, row.length, row.offset - n) for row in rows]
+            prefill = self.prefill.of_chunks(chunks, batch.page_tables[-len(rows) :])
+        return self._forward(batch, n, decode, prefill, states)
 
     def _forward(
-        self, batch: PackedBatch, n: int, decode: DecodeRows | None, prefill: PrefillRows | None
+        self,
+        batch: PackedBatch,
+        n: int,
+        decode: DecodeRows | None,
+        prefill: PrefillRows | None,
+        states: StepStates | None,
     ) -> Tensor:
         """`decode` computes the first n tokens."""
 
@@ -502,7 +525,7 @@ class DeviceModel:
         step = StepTokens(
             moved(batch.token_ids), moved(batch.positions), moved(places.pages), moved(places.offsets)
         )
-        return self.decoder.hidden(step, self.cache, attend, self._bound(batch))
+        return self.decoder.hidden(step, self.cache, attend, states)
 
     def _bound(self, batch: PackedBatch) -> StepStates | None:
         if self.states is None:
@@ -526,6 +549,8 @@ class DeviceSampler:
     """The known tokens by slot, [slots, more than max_model_len] int32: new ones are written here."""
     columns: DeviceSampling
     scratch: SamplingScratch
+    states: States | None = None
+    """The states of a model that has them: the windows of right drafts become their slots' own."""
 
     def __call__(
         self, hidden: Tensor | ResidualStream, slots: Tensor, lengths: Tensor, ahead: Ahead | None = None
@@ -534,7 +559,12 @@ class DeviceSampler:
         int64, NUMERIC_FAILURE where logits were not finite, and their log-probabilities [S]. The logits stay
         in `scratch` until the next call. `ahead`: of a step in which rows verify drafts."""
         logits = self.decoder.logits(hidden, self.scratch.logits[: len(slots)])
-        return sample(logits, slots, lengths, self.columns, self.scratch, self.tokens, ahead)
+        found = sample(logits, slots, lengths, self.columns, self.scratch, self.tokens, ahead)
+        if ahead is not None and self.states is not None:
+            assert self.states.order is not None
+            cells = Cells(self.states.order, self.states.slots)
+            turn_windows(slots, ahead, self.scratch.agreed, cells)
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -543,18 +573,13 @@ class DecodeStep:
     each of their drafts."""
 
     decoder: DeviceNetwork
-    cache: KVCache
-    attention: DecodePages
-    tokens: Tensor
-    """The known tokens by slot, [slots, more than max_model_len] int32."""
-    page_table: Tensor
-    """The page tables, [slots, pages per sequence] int32."""
+    kept: StepTables
     sampling: DeviceSampling
     scratch: SamplingScratch
     launches_dependently: bool = False
     """True if each kernel may start while the one before it ends (`kernels/dependent_launch.py`)."""
-    states: States | None = None
-    """Of a model that has them, by slot."""
+    hidden: Tensor | None = None
+    """A place for the final hidden states, [rows, hidden], where an MTP layer goes on from them."""
 
     def __call__(self, inputs: DecodeInputs) -> tuple[Tensor, Tensor]:
         """The rows' tokens and log-probabilities, [rows] each, as `DeviceSampler` gives them."""
@@ -562,7 +587,10 @@ class DecodeStep:
             return self._run(inputs)
 
     def _run(self, inputs: DecodeInputs) -> tuple[Tensor, Tensor]:
-        tables = self.tokens, self.page_table, self.cache
-        stream = self.decoder.decode(inputs, *tables, self.attention, self.states)
-        sampler = DeviceSampler(self.decoder, self.tokens, self.sampling, self.scratch)
+        kept, stream = self.kept, self.decoder.decode(inputs, self.kept)
+        if self.hidden is not None:
+            assert isinstance(self.decoder, DeviceDecoder)
+            assert isinstance(stream, ResidualStream)
+            stream = self.hidden[: len(inputs.slots)].copy_(self.decoder.normed(stream))
+        sampler = DeviceSampler(self.decoder, kept.tokens, self.sampling, self.scratch, kept.states)
         return sampler(stream, inputs.slots, inputs.lengths, inputs.ahead)

@@ -5,6 +5,7 @@
     save, restore             States.copy
     compute, sample           a plan of rows alone that decode, or verify drafts, is one launch: a graph,
                               replayed; others go kernel by kernel
+    guess                     the model's MTP layer, if it has one, kernel by kernel
     results                   copied to host memory, behind an event
 
 `launch` queues all of that and never waits: it reads no result of the device, sends only from memory that is
@@ -20,7 +21,9 @@ afterwards from the logits, which stay where they are until the next plan.
 The drafts lie where the tokens are to be; behind each of them is sampled by its own position, as if those
 before were known, and what is right is found on the device, which counts it for penalties. The host reads the
 tokens when they arrive, as of any step, and learns by them how many stay; nothing waits for that
-(`engine.runtime.device.slots`).
+(`engine.runtime.device.slots`). Where the model has states, the one behind the last right draft becomes the
+slot's there, too (`engine.runtime.step.states`). An MTP layer guesses behind all of it
+(`engine.runtime.device.device_mtp`).
 
 *The law.* A token depends on its logits, its seed and its position, and on nothing that drafts change. Logits
 do, in their last bits: a product's kernel is chosen by the number of rows, and attention's sums are divided
@@ -40,6 +43,7 @@ from torch import Tensor
 
 from engine.contract.messages import Plan, RunnerInfo, RunResult
 from engine.runtime.device.device_decoder import DeviceModel, DeviceSampler
+from engine.runtime.device.device_mtp import DeviceMtp
 from engine.runtime.device.graphs import DecodeGraphs
 from engine.runtime.device.slots import DeviceBatch, DeviceSlots
 from engine.runtime.device.transfer import DeviceArrival, download, upload
@@ -48,6 +52,7 @@ from engine.runtime.step.logprobs import distinct_topk
 from engine.runtime.step.pooling import Pooler
 from engine.runtime.step.result_tensors import (
     Computed,
+    GuessColumns,
     asked_logprobs,
     asked_prompt_logprobs,
     asked_scores,
@@ -83,6 +88,10 @@ class DeviceRunner:
     """Runs a padded decode step, by a graph or kernel by kernel -> tokens and log-probabilities."""
     pooler: Pooler | None = None
     """Makes vectors of prompts, where the model embeds."""
+    mtp: DeviceMtp | None = None
+    """Guesses drafts, where the model has a layer for them."""
+    hidden: Tensor | None = None
+    """Where `steps` leave the final hidden states, [rows, hidden], if such a layer goes on from them."""
 
     @property
     def states(self) -> States | None:
@@ -108,24 +117,33 @@ class DeviceRunner:
 
     def _compute(self, batch: DeviceBatch) -> Computed:
         drafted = batch.drafted
+        if self.states is not None:
+            self.states.open(batch.verifying)
         if batch.is_decode and self.steps.takes(batch.tokens, drafted):
             tokens, logprobs = self.steps.run(*batch.streams, drafted)
-            return self._sampled(batch, tokens[: batch.tokens], logprobs)
+            return self._sampled(batch, tokens[: batch.tokens], logprobs, self.hidden)
         hidden = self.model.forward(batch) if drafted is None else self.model.verify(batch)
         prompts = asked_prompt_logprobs(self.model.logits, batch, hidden, distinct_topk)
         vectors = [] if self.pooler is None else self.pooler.vectors(batch, hidden)
         scores = asked_scores(self.model.logits, batch, hidden, self._uploaded)
         read = Computed(prompt_logprobs=prompts, vectors=vectors, scores=scores)
         if not batch.sampled:
+            if self.mtp is not None:
+                self.mtp.after(batch, hidden)
             return read
         own = hidden[batch.sampled_at]
         tokens, logprobs = self.sampler(own, batch.sampled_slots, batch.sampled_lengths, batch.ahead)
-        return self._sampled(batch, tokens, logprobs, read)
+        return self._sampled(batch, tokens, logprobs, hidden, read)
 
     def _sampled(
-        self, batch: DeviceBatch, tokens: Tensor, logprobs: Tensor, read: Computed = NOTHING
+        self,
+        batch: DeviceBatch,
+        tokens: Tensor,
+        logprobs: Tensor,
+        hidden: Tensor | None,
+        read: Computed = NOTHING,
     ) -> Computed:
-        """`read`: what its prompts were asked for."""
+        """`hidden`: of all tokens. `read`: what its prompts were asked for."""
         slots = [row.slot for row in batch.sampled]
         tops = [self.slots.seat(slot).sampling.logprobs for slot in slots]
         if batch.drafted is None:
@@ -135,7 +153,12 @@ class DeviceRunner:
             tops = [top for top, n in zip(tops, batch.drafted.counts, strict=True) for _ in range(n)]
         logits = self.sampler.scratch.logits
         asked = asked_logprobs(logits, tokens, tops, distinct_topk, self._uploaded, chosen=logprobs)
-        return replace(read, tokens=tokens, tops=tops, logprobs=asked)
+        guesses: GuessColumns | None = None
+        if self.mtp is not None:  # the last, as its logits lie where the others do
+            assert hidden is not None
+            guesses = self.mtp.after(batch, hidden[: batch.tokens])
+        own = read if guesses is None else replace(read, guesses=guesses)
+        return replace(own, tokens=tokens, tops=tops, logprobs=asked)
 
     def _uploaded(self, rows: Sequence[int]) -> Tensor:
         (at,) = upload([np.array(rows, np.int64)], self.slots.device)

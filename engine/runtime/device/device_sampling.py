@@ -283,6 +283,26 @@ def sample(
     return tokens, logprobs
 
 
+def draw(
+    logits: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    columns: DeviceSampling,
+    scratch: SamplingScratch,
+    known: Tensor,
+) -> Tensor:
+    """Draw as `sample` does, by the slots' parameters and the random numbers of these positions, what is not
+    sampled yet: written to `known`, and not counted. -> tokens [S] int64"""
+    rows, device = len(logits), logits.device
+    tokens = torch.empty(rows, dtype=torch.int64, device=device)
+    logprobs = torch.empty(rows, dtype=torch.float32, device=device)
+    _measure(logits, slots, positions, columns, scratch, None, known)
+    _weigh(logits, slots, columns, scratch)
+    _order(logits, slots, columns, scratch)
+    _choose(logits, slots, positions, columns, scratch, (tokens, logprobs, known), scratch.agreed)
+    return tokens
+
+
 def _measure(
     logits: Tensor,
     slots: Tensor,

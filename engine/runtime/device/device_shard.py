@@ -20,7 +20,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from typing import Final
 
 import msgspec
@@ -38,7 +37,9 @@ from engine.runtime.device.device_decoder import (
     DeviceModel,
     DeviceNetwork,
     DeviceSampler,
+    StepTables,
 )
+from engine.runtime.device.device_mtp import DeviceMtp, DeviceMtpLayer
 from engine.runtime.device.device_runner import DeviceRunner
 from engine.runtime.device.device_sampling import SamplingScratch
 from engine.runtime.device.graphs import (
@@ -61,6 +62,7 @@ from engine.runtime.kernels.autotune import MatmulTable
 from engine.runtime.kernels.decode_attention import query_counts
 from engine.runtime.kernels.dependent_launch import dependent_launches
 from engine.runtime.models.spec import DecoderSpec
+from engine.runtime.reference.torch_decoder import TorchDecoder
 from engine.runtime.setup.backends import Backend, BackendChoice, Chosen, Need, choose
 from engine.runtime.setup.hardware import usable_cores
 from engine.runtime.setup.model_errors import BadRunnerConfig, DoesNotFit, UnsupportedModel
@@ -71,7 +73,7 @@ from engine.runtime.start.starting import (
     choose_dtype,
     choose_max_model_len,
     dtype_name,
-    embedder_of,
+    load_pooler,
     read_model,
     set_threads,
     start_alone,
@@ -82,12 +84,14 @@ from engine.runtime.step.kv_cache import (
     KVCache,
     KVGeometry,
     page_count,
-    state_place_count,
     useful_pages,
     useful_states,
+    useful_windows,
+    window_count,
 )
 from engine.runtime.step.pooling import Pooler
 from engine.runtime.step.protocols import AttentionSpec
+from engine.runtime.step.result_tensors import GUESSES_MAX
 from engine.runtime.step.states import StateGeometry, States
 from engine.runtime.weights.checkpoint import WeightSource
 
@@ -123,6 +127,16 @@ class Design:
     """Why our kernels do not compute the model, so that torch's operations do; None where they do."""
 
     @property
+    def mtp_lacks(self) -> str | None:
+        """Why our kernels do not compute the model's MTP layer, if it has one; None where they do."""
+        assert self.model.mtp is not None
+        return self.lacks or DeviceDecoder.implements(self.model.mtp_body)
+
+    @property
+    def drafts_by_mtp(self) -> bool:
+        return self.model.mtp is not None and bool(self.config.max_drafts) and self.mtp_lacks is None
+
+    @property
     def is_eager(self) -> bool:
         """True if steps are launched kernel by kernel."""
         return self.config.enforce_eager or self.lacks is not None
@@ -132,7 +146,7 @@ class Design:
         """The design for this model on this card. Raises UnsupportedModel where no network computes the
         model, BadRunnerConfig where the card cannot do what is asked for."""
         lacks = DeviceDecoder.implements(model)
-        if lacks is not None and (reason := TorchOnDevice.implements(model)) is not None:
+        if lacks is not None and (reason := TorchDecoder.implements(model)) is not None:
             raise UnsupportedModel(f"no network computes this model on a GPU: {reason}")
         if lacks is not None and config.weights == "fp8":
             raise BadRunnerConfig(f"weights=fp8 needs the Triton kernels: {lacks}")
@@ -161,6 +175,8 @@ class DeviceShard:
     """The card's memory before this process took any."""
     pooler: Pooler | None = None
     """Makes vectors of prompts, where the model embeds."""
+    mtp: DeviceMtpLayer | None = None
+    """The model's MTP layer, if it has one that drafts."""
 
     @staticmethod
     def load(
@@ -171,13 +187,18 @@ class DeviceShard:
         kv_scales = precision.kv_scales(design.model, source)
         with enough_memory("loading weights", "end what else uses this GPU, or use fp8 weights"):
             decoder: DeviceNetwork
+            mtp = None
             if design.lacks is None:
                 fp8 = precision.weights_fp8
                 decoder = DeviceDecoder(design.model, source, card.device, fp8=fp8, ranks=ranks)
+                if design.drafts_by_mtp:
+                    mtp = DeviceMtpLayer(design.model, source, decoder, fp8=fp8, ranks=ranks)
             else:
                 decoder = TorchOnDevice(design.model, source, card.device, ranks)
         share = ranks.shard.of(design.model)
-        return DeviceShard(design, share, card, decoder, kv_scales, at_start)
+        if mtp is not None and kv_scales is not None:
+            kv_scales = [*kv_scales, (1.0, 1.0)]
+        return DeviceShard(design, share, card, decoder, kv_scales, at_start, mtp=mtp)
 
     @property
     def max_model_len(self) -> int:
@@ -187,24 +208,32 @@ class DeviceShard:
         """Measure which kernel multiplies each matrix fastest. Raises DoesNotFit."""
         with enough_memory("measuring kernels", "end what else uses this GPU, or use fp8 weights"):
             decoder = self.decoder
-            decoder.table = MatmulTable.fill(decoder.linears, decoder.dtype, self.card.timer())
+            linears = decoder.linears + ([] if self.mtp is None else self.mtp.linears)
+            decoder.table = MatmulTable.fill(linears, decoder.dtype, self.card.timer())
 
     @property
     def geometry(self) -> KVGeometry:
+        """The MTP layer's keys and values are the last."""
         model, page_size = self.model, self.design.config.page_size
-        return KVGeometry(
-            len(model.attentions), model.kv_heads, page_size, model.head_dim, self.design.precision.kv_dtype
-        )
+        layers = len(model.attentions) + (self.mtp is not None)
+        return KVGeometry(layers, model.kv_heads, page_size, model.head_dim, self.design.precision.kv_dtype)
 
     @property
     def states(self) -> StateGeometry:
         return StateGeometry.of(self.model, self.decoder.dtype)
 
     @property
+    def undrafted(self) -> str | None:
+        """Why no row verifies drafts, where they are asked for."""
+        if self.design.lacks is not None and self.states.slot_bytes:
+            return "torch's operations leave no state behind each token"
+        return None
+
+    @property
     def together_max(self) -> int:
-        """The most tokens of a row; 1: none verifies drafts, as a state cannot take a wrong one back."""
+        """The most tokens of a row; 1: none verifies drafts (`undrafted`)."""
         most = min(self.design.config.max_drafts, DRAFTS_MAX) + 1
-        if self.states.slot_bytes:
+        if self.undrafted is not None:
             return 1
         if self.design.attention.decode.backend is not Backend.TRITON:
             return most
@@ -213,8 +242,27 @@ class DeviceShard:
 
     @property
     def drafts_together(self) -> int:
-        """The most drafts of a step."""
-        return min(self.design.config.max_num_seqs * (self.together_max - 1), DRAFTS_TOGETHER_MAX)
+        """The most drafts of a step, where there is memory for their states."""
+        config, most = self.design.config, self.together_max - 1
+        useful = useful_windows(config, most) if self.states.slot_bytes else config.max_num_seqs * most
+        return min(useful, DRAFTS_TOGETHER_MAX)
+
+    @property
+    def largest(self) -> RunnerInfo:
+        """The sizes of steps that are measured or compiled: one page, and all drafts of a step."""
+        windows = self.drafts_together if self.states.slot_bytes else 0
+        return self._drafting(self.info(pages=1), self.drafts_together, windows)
+
+    def _drafting(self, info: RunnerInfo, together: int, windows: int) -> RunnerInfo:
+        """`info` with so many drafts in a step."""
+        return msgspec.structs.replace(
+            info,
+            drafts_max=min(self.together_max - 1, together),
+            guesses_max=0 if self.mtp is None else min(GUESSES_MAX, self.together_max - 1, together),
+            drafts_together=together,
+            verify_shapes=[] if self.design.is_eager else list(self._verify_buckets(together)),
+            state_windows=windows,
+        )
 
     def info(self, pages: int) -> RunnerInfo:
         """The runner's sizes and type, with times and host memory left at 0."""
@@ -225,37 +273,31 @@ class DeviceShard:
             f"{network}triton {launching.VERSION}, torch {torch.__version__}, capability {major}.{minor}"
         )
         arithmetic = f"{kernels}, {design.attention.arithmetic}, {design.precision}, {shards} shards"
+        arithmetic += "" if self.mtp is None else ", MTP"
         sizes = self.geometry, self.decoder.dtype, self.max_model_len, pages
-        info = untimed_info(design.config, self.model, *sizes, arithmetic)
-        state_bytes = self.states.slot_bytes
-        places = state_place_count(design.config, self.geometry, self.max_model_len, pages, state_bytes)
-        shapes = () if self.design.is_eager else self._verify_buckets
-        return msgspec.structs.replace(
-            info,
-            is_async=True,
-            state_bytes=state_bytes,
-            state_places=places,
-            drafts_max=self.together_max - 1,
-            drafts_together=self.drafts_together,
-            verify_shapes=list(shapes),
-            vector_len=0 if self.pooler is None else self.pooler.vector_len,
-        )
+        rest = arithmetic, self.states.slot_bytes, self.pooler
+        info = untimed_info(design.config, self.model, *sizes, *rest)
+        together, windows = self.drafts_together, 0
+        if info.state_bytes:
+            together = windows = window_count(together, self.geometry, pages, info.state_bytes)
+        return self._drafting(msgspec.structs.replace(info, is_async=True), together, windows)
 
-    @property
-    def _verify_buckets(self) -> tuple[int, ...]:
-        """The padded numbers of tokens of steps in which rows verify drafts."""
-        tokens = min(self.design.config.max_num_seqs + self.drafts_together, GRAPH_ROWS_MAX)
-        return verify_buckets(tokens) if self.drafts_together else ()
+    def _verify_buckets(self, drafts: int) -> tuple[int, ...]:
+        """The padded numbers of tokens of steps in which rows verify drafts, so many at most."""
+        tokens = min(self.design.config.max_num_seqs + drafts, GRAPH_ROWS_MAX)
+        return verify_buckets(tokens) if drafts else ()
 
     def page_count(self) -> int:
         """The number of pages that fit beside the largest step. Raises DoesNotFit."""
         config, state_bytes = self.design.config, self.states.slot_bytes
         sizes = self.geometry, self.max_model_len
         snapshots = useful_states(config, *sizes, state_bytes) * state_bytes
+        windows = self.drafts_together * state_bytes
         if config.kv_cache_memory is not None:
-            return page_count(config, self.model, *sizes, 0, config.max_num_seqs * state_bytes, snapshots)
-        useful, page_bytes = useful_pages(config, self.max_model_len), self.geometry.page_bytes
-        return kv_page_count(self._profile(), config.gpu_memory_utilization, page_bytes, useful, snapshots)
+            states = config.max_num_seqs * state_bytes
+            return page_count(config, self.model, *sizes, 0, states, snapshots, windows)
+        own = useful_pages(config, self.max_model_len), snapshots, windows
+        return kv_page_count(self._profile(), config.gpu_memory_utilization, self.geometry.page_bytes, *own)
 
     def build(self, info: RunnerInfo, progress: Progress) -> DeviceRunner:
         """A runner of the sizes in `info`. Raises DoesNotFit."""
@@ -263,7 +305,7 @@ class DeviceShard:
             runner, step = self._assemble(info)
             if runner.states is not None:
                 runner.states.reserve(info.state_places)
-                progress(self.states.describe(info.slots, info.state_places))
+                progress(self.states.describe(info.slots, info.state_places, info.state_windows))
             if not self.design.is_eager:
                 runner.steps = self._captured(step, runner, self.card.graphs(), progress)
             progress("planning attention of long prompts")
@@ -291,8 +333,9 @@ class DeviceShard:
                 progress(f"kernels that overlap: {found.value} for {', '.join(own)} rows")
         return graphs
 
-    def _assemble(self, info: RunnerInfo) -> tuple[DeviceRunner, DecodeStep]:
-        """A runner that launches kernel by kernel, and its decode step."""
+    def _assemble(self, info: RunnerInfo, *, is_real: bool = True) -> tuple[DeviceRunner, DecodeStep]:
+        """A runner that launches kernel by kernel, and its decode step. `is_real`: False where nobody reads
+        what it computes."""
         device, decoder, model = self.card.device, self.decoder, self.model
         pages = info.pages + 1  # the last is for padding rows
         cache = KVCache(self.geometry, pages, self.kv_scales, device)
@@ -304,31 +347,52 @@ class DeviceShard:
             info.vocab_size,
             info.pages,
             device,
-            self.drafts_together,
+            info.drafts_together,
         )
-        sampled = info.slots + self.drafts_together
+        sampled = info.slots + info.drafts_together
         scratch = SamplingScratch.empty(sampled, info.vocab_size, decoder.dtype, device)
         spec = AttentionSpec.of(model)
         bounds = Bounds(sampled, info.max_model_len, self.card.multiprocessors, self.together_max)
         decode, prefill = build_backends(self.design.attention, cache, spec, decoder.dtype, bounds)
-        tables = slots.tokens, slots.page_table, slots.sampling
-        # one more than there are sequences, for padding rows
-        states = States(self.states, info.slots + 1, device) if info.state_bytes else None
-        step = DecodeStep(decoder, cache, decode, *tables, scratch, states=states)
+        states = None
+        if info.state_bytes:  # one more than there are sequences, for padding rows
+            cells = info.slots + 1, device, info.state_windows
+            states = States(self.states, *cells, are_real=is_real)
+        hidden = mtp = None
+        if self.mtp is not None:
+            hidden = torch.empty(sampled, model.hidden_size, dtype=decoder.dtype, device=device)
+            mtp = self._bound_mtp(self.mtp, cache, slots, scratch)
+        kept = StepTables(slots.tokens, slots.page_table, cache, decode, states)
+        step = DecodeStep(decoder, kept, slots.sampling, scratch, hidden=hidden)
         rows_max = min(info.slots, GRAPH_ROWS_MAX)
         whole = DeviceModel(decoder, cache, decode, prefill, states)
-        verified = verify_shapes(self._verify_buckets, decode.together or (self.together_max,))
+        buckets = self._verify_buckets(info.drafts_together)
+        verified = verify_shapes(buckets, decode.together or (self.together_max,))
         runner = DeviceRunner(
             info=info,
             model=whole,
             cache=cache,
             host=HostPages(cache, info.host_pages),
             slots=slots,
-            sampler=DeviceSampler(decoder, slots.tokens, slots.sampling, scratch),
+            sampler=DeviceSampler(decoder, slots.tokens, slots.sampling, scratch, states),
             steps=self._graphs(step, slots, batch_buckets(rows_max), verified=verified),
             pooler=self.pooler,
+            mtp=mtp,
+            hidden=hidden,
         )
         return runner, step
+
+    def _bound_mtp(
+        self, layer: DeviceMtpLayer, cache: KVCache, slots: DeviceSlots, scratch: SamplingScratch
+    ) -> DeviceMtp:
+        """The MTP layer over the last layer of the cache, which our kernels alone read: others may want to
+        know on the host how many keys a row has."""
+        own = cache.part(slice(len(self.model.attentions), None))
+        spec = AttentionSpec.of(layer.body.config)
+        triton = BackendChoice(Chosen(Backend.TRITON), Chosen(Backend.TRITON))
+        bounds = Bounds(slots.slots, self.max_model_len, self.card.multiprocessors)
+        decode, _ = build_backends(triton, own, spec, layer.body.dtype, bounds)
+        return DeviceMtp(layer, own, slots, decode, scratch)
 
     def _graphs(
         self,
@@ -338,14 +402,14 @@ class DeviceShard:
         overlapping: DecodeStep | None = None,
         verified: Sequence[StepShape] = (),
     ) -> _Graphs:
-        plan = step.attention.plan
-        return DecodeGraphs(step, buckets, slots.padding_slot, slots.device, plan, overlapping, verified)
+        plan, padding = step.kept.attention.plan, slots.padding_slot
+        return DecodeGraphs(step, buckets, padding, slots.device, plan, overlapping, verified)
 
     def _profile(self) -> MemoryProfile:
         """Run the largest step, and measure the memory that it takes from torch and past torch."""
         card, start = self.card, self.at_start
         with enough_memory("running the largest step", "lower --max-step-tokens or --max-num-seqs"):
-            runner, step = self._assemble(self.info(pages=1))
+            runner, step = self._assemble(self.largest, is_real=False)
             idle = card.memory()
             card.start_peak()
             for plan in largest_plans(runner.info, self.design.config.max_step_tokens):
@@ -387,7 +451,7 @@ class DeviceShard:
         for overlaps in forms if all_products else forms[:1]:
             with dependent_launches(overlaps):
                 self.tune()
-        runner, step = self._assemble(self.info(pages=1))
+        runner, step = self._assemble(self.largest, is_real=False)
         runner.cache.clear_tails = clear_tails
         for plan in largest_plans(runner.info, self.design.config.max_step_tokens):
             runner.compute(plan)
@@ -416,8 +480,15 @@ def largest_plans(info: RunnerInfo, tokens: int) -> Iterator[Plan]:
         seated = [SlotAssignment.of(slot, [0] * n, n, asked) for slot, n in zip(slots, lengths, strict=True)]
         ends = [min(n + most, info.max_model_len) for n in lengths]
         grown = [(slot, [0] * -(-end // info.page_size)) for slot, end in zip(slots, ends, strict=True)]
-        yield Plan(0, left, seated, grown, slots, [0] * len(slots), lengths, [Want.SAMPLE] * len(slots))
+        guesses = [_guesses(info, end) for end in lengths] if info.guesses_max else []
+        own = slots, [0] * len(slots), lengths, [Want.SAMPLE] * len(slots)
+        yield Plan(0, left, seated, grown, *own, guesses=guesses)
         left = slots
+
+
+def _guesses(info: RunnerInfo, known_len: int) -> int:
+    """The guesses that there is room for behind so many known tokens, and the one that is sampled."""
+    return max(0, min(info.guesses_max, info.max_model_len - known_len - 2))
 
 
 def _verifying(info: RunnerInfo, rows: int, known_len: int, tokens: int) -> Plan:
@@ -488,12 +559,18 @@ def load_shard(
     at_start = card.memory()
     with rehearsed(card, partial(rehearse, design, Blueprint.of(card), ranks.shard), threads) as compiled:
         shard = DeviceShard.load(design, source, card, ranks, at_start)
-        if (embedder := embedder_of(config)) is not None:
-            parts = Path(config.model), model.hidden_size, card.device
-            shard = replace(shard, pooler=Pooler.load(embedder, *parts))
+        shard = replace(shard, pooler=load_pooler(config, model, card.device))
         if said := design.precision.describe(model, shard.kv_scales):
             progress(said)
         progress(compiled())
+    if config.max_drafts and shard.undrafted is not None:
+        progress(f"verifying no drafts: {shard.undrafted}")
+    elif config.max_drafts and model.mtp is not None:
+        progress(
+            "drafting by the model's MTP layer"
+            if shard.mtp is not None
+            else f"drafting without the model's MTP layer: {design.mtp_lacks}"
+        )
     progress("measuring which kernels multiply fastest")
     shard.tune()
     progress("measuring the largest step")

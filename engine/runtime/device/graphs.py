@@ -38,6 +38,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
+from itertools import accumulate
 from typing import Final, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -65,8 +66,8 @@ STAGES: Final = 3
 """The number of host buffers for the inputs. The device may still read a step's buffer while the next step is
 planned, but not two steps later: the host has collected its results by then."""
 
-DRAFTED_PADDING: Final = (0, 0, -1)
-"""What `Drafted` says of padding: each token is a row, without a mask."""
+DRAFTED_PADDING: Final = (0, 0, -1, 0)
+"""The values of `Drafted.columns` for padding: each token is a row, without a mask."""
 
 Output = TypeVar("Output", covariant=True)
 
@@ -112,14 +113,14 @@ class DecodeInputs:
         slots, lengths, *drafted = (memory[at : at + shape.rows] for at in range(0, input_len(shape), each))
         if not drafted:
             return DecodeInputs(slots, lengths)
-        before, behind, masked_by = drafted
-        return DecodeInputs(slots, lengths, Ahead(before, behind, masked_by, shape.together))
+        before, behind, masked_by, windows = drafted
+        return DecodeInputs(slots, lengths, Ahead(before, behind, masked_by, shape.together, windows))
 
     def bound(self, states: States | None) -> StepStates | None:
         """A model's states, bound to these rows; None where it has none."""
         if states is None:
             return None
-        return StepStates(states, (), len(self.slots), self.slots, self.lengths)
+        return StepStates(states, (), len(self.slots), self.slots, self.lengths, ahead=self.ahead)
 
     @staticmethod
     def empty(rows: int, device: torch.device, together: int = 1) -> DecodeInputs:
@@ -142,7 +143,7 @@ def verify_shapes(buckets: Sequence[int], together: Sequence[int]) -> list[StepS
 
 def input_len(shape: StepShape) -> int:
     """The number of elements that `DecodeInputs` of a step take."""
-    return (2 if shape.together == 1 else 5) * _aligned(shape.rows)
+    return (2 if shape.together == 1 else 6) * _aligned(shape.rows)
 
 
 def _aligned(rows: int) -> int:
@@ -157,6 +158,13 @@ class Drafted(NamedTuple):
     masked_by: Sequence[int]
 
     @property
+    def columns(self) -> Sequence[Sequence[int]]:
+        """A number of each for each token, in the order in which `Ahead` has them on the device; the windows
+        last."""
+        windows = accumulate((before > 0 for before in self.before[:-1]), initial=0)
+        return self.before, self.behind, self.masked_by, list(windows)[: len(self.before)]
+
+    @property
     def counts(self) -> list[int]:
         """The tokens of each row."""
         return [own + 1 for own, before in zip(self.behind, self.before, strict=True) if not before]
@@ -168,7 +176,7 @@ class Drafted(NamedTuple):
 
 
 class StepShape(NamedTuple):
-    """What a step is captured for."""
+    """The numbers of rows and tokens that a step is captured for."""
 
     rows: int
     """Rows, or tokens where rows verify drafts."""
@@ -351,7 +359,7 @@ class DecodeGraphs(Generic[Output]):
         if shape.together > 1:
             none = Drafted([], [], []) if drafted is None else drafted
             columns += [
-                [*own, *[filler] * padding] for own, filler in zip(none, DRAFTED_PADDING, strict=True)
+                [*own, *[filler] * padding] for own, filler in zip(none.columns, DRAFTED_PADDING, strict=True)
             ]
         each, length = _aligned(shape.rows), input_len(shape)
         staged = self._staged[self._stage][:length]

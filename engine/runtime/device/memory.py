@@ -23,7 +23,8 @@ class MemoryProfile:
     free_at_start: int
     """Free memory before this process took any: the rest belongs to other processes."""
     weights: int
-    """With what a start sets aside beside them and the KV cache: tables and states of all slots."""
+    """The weights, and what a start sets aside beside them and the KV cache: tables and states of all
+    slots."""
     step_peak: int
     """The most memory that the step held beyond the weights."""
     outside_torch: int
@@ -33,10 +34,16 @@ class MemoryProfile:
 
 
 def kv_page_count(
-    profile: MemoryProfile, utilization: float, page_bytes: int, useful: int, snapshots_bytes: int = 0
+    profile: MemoryProfile,
+    utilization: float,
+    page_bytes: int,
+    useful: int,
+    snapshots_bytes: int = 0,
+    windows_bytes: int = 0,
 ) -> int:
     """The number of pages, each of `page_bytes` (all layers, keys and values), at most `useful`, beside
-    snapshots of states, of which those that are of use take `snapshots_bytes`. Raises DoesNotFit.
+    snapshots of states and windows for drafts, of which those that are of use take so much. Raises
+    DoesNotFit.
 
     `utilization` is a share of the whole card, so that it means the same on every start: memory of other
     processes lowers nothing until the two together do not fit.
@@ -50,7 +57,7 @@ def kv_page_count(
             f"--gpu-memory-utilization to at most {int(profile.free_at_start / profile.total * 100) / 100}"
         )
     needed = profile.weights + profile.step_peak + profile.outside_torch + profile.graphs
-    pages = min(pages_within(allowed - needed, page_bytes, snapshots_bytes), useful)
+    pages = min(pages_within(allowed - needed, page_bytes, snapshots_bytes, windows_bytes), useful)
     if pages < PAGES_MIN:
         raise DoesNotFit(
             f"{_gib(allowed)} do not hold weights {_gib(profile.weights)}, a step {_gib(profile.step_peak)}, "

@@ -190,7 +190,7 @@ class DeviceBatch(PackedBatch):
 
     @property
     def streams(self) -> tuple[Sequence[int], Sequence[int]]:
-        """Of rows that decode or verify alone: the slot of each token, and the keys that it sees."""
+        """The slot of each token of rows that decode or verify, and the number of keys that it sees."""
         slots, ends = self.plan.slots, [row.end for row in self.rows]
         if self.drafted is None:
             return slots, ends
@@ -219,11 +219,11 @@ class DeviceBatch(PackedBatch):
 
     @property
     def ahead(self) -> Ahead | None:
-        """The same on the device."""
+        """The tensors of `drafted`, on the device."""
         if self.drafted is None:
             return None
-        before, behind, masked_by = self._sent[6:]
-        return Ahead(before, behind, masked_by, self.drafted.most)
+        before, behind, masked_by, windows = self._sent[6:]
+        return Ahead(before, behind, masked_by, self.drafted.most, windows)
 
     @property
     def token_slots(self) -> Tensor:
@@ -287,7 +287,7 @@ class DeviceBatch(PackedBatch):
         ends = np.array([row.end for row in self.sampled], np.int32)
         columns: list[NDArray[np.int32]] = []
         if drafted is not None:  # a token for each draft beside the one of its row
-            columns = [np.array(column, np.int32) for column in drafted]
+            columns = [np.array(column, np.int32) for column in drafted.columns]
             row_of = np.cumsum(columns[0] == 0) - 1
             last, own, ends = last[row_of] - columns[1], own[row_of], ends[row_of] - columns[1]
         return upload(

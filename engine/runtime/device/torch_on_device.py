@@ -13,16 +13,13 @@ import torch
 from torch import Tensor
 
 from engine.runtime.collective.collective import ALONE, Collective
-from engine.runtime.device.device_decoder import Attend, StepTokens
+from engine.runtime.device.device_decoder import Attend, StepTables, StepTokens
 from engine.runtime.device.graphs import DecodeInputs
 from engine.runtime.kernels.autotune import DeviceLinear, MatmulTable
-from engine.runtime.models.pieces import lacking
 from engine.runtime.models.spec import DecoderSpec
 from engine.runtime.reference.delta_net import StepStates
-from engine.runtime.reference.torch_decoder import IMPLEMENTED, TorchDecoder
+from engine.runtime.reference.torch_decoder import TorchDecoder
 from engine.runtime.step.kv_cache import KVCache
-from engine.runtime.step.protocols import DecodePages
-from engine.runtime.step.states import States
 from engine.runtime.weights.checkpoint import WeightSource
 from engine.runtime.weights.fp8 import FP8_MAX
 
@@ -39,11 +36,6 @@ class TorchOnDevice:
         self.table = MatmulTable({})
         with device:
             self._decoder = TorchDecoder(config, source, ranks)
-
-    @staticmethod
-    def implements(config: DecoderSpec) -> str | None:
-        """Why this network does not compute the model; None where it does."""
-        return lacking(config, IMPLEMENTED)
 
     @property
     def linears(self) -> list[DeviceLinear]:
@@ -62,21 +54,13 @@ class TorchOnDevice:
         attention = Storing(cache, step, attend)
         return self._decoder.forward(step.token_ids, step.positions, attention, states)
 
-    def decode(
-        self,
-        inputs: DecodeInputs,
-        tokens: Tensor,
-        page_table: Tensor,
-        cache: KVCache,
-        attention: DecodePages,
-        states: States | None = None,
-    ) -> Tensor:
+    def decode(self, inputs: DecodeInputs, kept: StepTables) -> Tensor:
         slots, positions = inputs.slots.long(), inputs.lengths.long() - 1
-        tables, page_size = page_table[slots], cache.geometry.page_size
+        tables, page_size = kept.page_table[slots], kept.cache.geometry.page_size
         pages = tables.gather(1, (positions // page_size)[:, None])[:, 0].long()
-        step = StepTokens(tokens[slots, positions].long(), positions, pages, positions % page_size)
-        attend = attention.on_device(tables, inputs.lengths, inputs.ahead)
-        return self.hidden(step, cache, attend, inputs.bound(states))
+        step = StepTokens(kept.tokens[slots, positions].long(), positions, pages, positions % page_size)
+        attend = kept.attention.on_device(tables, inputs.lengths, inputs.ahead)
+        return self.hidden(step, kept.cache, attend, inputs.bound(kept.states))
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         logits = self._decoder.logits(hidden)

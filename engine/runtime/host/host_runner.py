@@ -48,7 +48,7 @@ class HostRunner:
     slots: HostSlots
     draw: Draw | None = None
     states: States | None = None
-    """Those that the model keeps by slot, if it has any."""
+    """The states that the model keeps by slot, if it has any."""
     pooler: Pooler | None = None
     """Makes vectors of prompts, where the model embeds."""
     mtp: Mtp | None = None

@@ -47,10 +47,7 @@ from engine.runtime.step.kv_cache import KVCache
 from engine.runtime.step.protocols import AttentionSpec
 from engine.runtime.step.seats import HostSlots
 from engine.runtime.weights.checkpoint import WeightSource
-from engine.runtime.weights.parameters import MtpParameters, read_embedding
-
-GUESSES_MAX: Final = 4
-"""The most guesses of a row: the layer was trained for one, and each further one is right less often."""
+from engine.runtime.weights.parameters import mtp_parameters, read_embedding
 
 
 class MtpLayer:
@@ -58,12 +55,12 @@ class MtpLayer:
 
     def __init__(self, config: DecoderSpec, source: WeightSource, ranks: Collective) -> None:
         """`config` describes the whole model, which has such a layer."""
-        before = MtpParameters.of(config)
         self._norm_of = NORMS[config.norm.kind]
         self._eps: Final = config.norm.eps
         self._embedding: Final = read_embedding(config, source)
-        self._norms: Final = before.embedding_norm.read(source), before.hidden_norm.read(source)
-        self._fc: Final = PackedLinear(*before.matrix.read(source))
+        of_embedding, of_hidden, matrix = mtp_parameters(config)
+        self._norms: Final = of_embedding.read(source), of_hidden.read(source)
+        self._fc: Final = PackedLinear(*matrix.read(source))
         self.layers: Final = TorchLayers(config.mtp_body, source, ranks)
 
     def joined(self, following: Tensor, hidden: Tensor) -> Tensor:
@@ -80,7 +77,7 @@ class Mtp:
 
     layer: MtpLayer
     cache: KVCache
-    """That layer alone."""
+    """The pages of that layer alone."""
     slots: HostSlots
     logits: Callable[[Tensor], Tensor]
     """The model's head."""
@@ -91,8 +88,8 @@ class Mtp:
         self._decode = TorchDecode(self.cache, AttentionSpec.of(self.layer.layers.config))
 
     def after(self, batch: PackedBatch, hidden: Tensor) -> list[list[int]]:
-        """What the plan asks for of guesses, once the tokens that the step sampled are in the slots: hidden
-        [T, hidden] -> the guesses of each row that sampled; empty where none is asked for."""
+        """Make the guesses that the plan asks for, once the tokens that the step sampled are in the slots:
+        hidden [T, hidden] -> the guesses of each row that sampled; empty where none is asked for."""
         rows, kept = _known_rows(batch, self.slots)
         self._follow(rows, hidden if kept is None else hidden[kept])
         if not batch.plan.guesses:
@@ -146,7 +143,7 @@ class Mtp:
         return self.slots.tokens[batch.token_slots, batch.positions + 1].long()
 
     def _attention(self, batch: PackedBatch) -> StepAttention:
-        """That of a batch whose rows have one token each."""
+        """The attention of a batch whose rows have one token each."""
         attend = self._decode.prepare(batch)
 
         def attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -73,13 +73,13 @@ at the end of a segment and the start of the next. More of them make more segmen
 and 0.89 times as long as three for 32 rows of 4,096 and 2,048 keys, as long for 1 and 256 rows, and less than
 four always."""
 PROGRAMS_PER_SM_FP8: Final = 3
-"""The same for keys and values in fp8, which are half the bytes and as much arithmetic: on an H200 three
-programs took 0.90 times as long as two."""
+"""Programs of a multiprocessor over keys and values in fp8, which are half the bytes and as much arithmetic:
+on an H200 three programs took 0.90 times as long as two."""
 REGISTERS_MAX: Final = 168
 """Registers per thread, which leave room for three programs. Values that do not fit are spilled before the
 first page and loaded again behind the last."""
 REGISTERS_WIDE_MAX: Final = 255
-"""The same for more than `DOT_ROWS_MIN` rows: room for two programs."""
+"""Registers per thread for more than `DOT_ROWS_MIN` rows: room for two programs."""
 PIECE_TOKENS_MIN: Final = 256
 """Keys of a program's piece at least, where there are fewer pieces than programs: to combine shorter ones
 takes longer than to read them. On an H200 128 took 1.02 times as long for a row of 2,048 keys."""

@@ -9,6 +9,10 @@ of many.
 it reads the latest inputs and moves them on in their place, and no other program needs them. Its value heads
 follow one another, each with its state in registers between one read and one write.
 
+**Drafts** are verified by a step in which a program has all tokens of its row, one after the other: the state
+is read once, and written behind each token, to the cells that `engine.runtime.step.states` tells of. The sums
+are those of a step of one token. What is right is found by sampling; then a kernel turns the cells round.
+
 **A prompt** is computed in chunks of 64 tokens (the WY form of Yang et al. 2024). Within a chunk the changes
 d depend on each other and on the state before, linearly; with G the sums of g from the chunk's begin,
 
@@ -50,7 +54,7 @@ from engine.runtime.kernels.dependent_launch import dependent, wait_for_earlier
 from engine.runtime.kernels.launching import launch
 from engine.runtime.models.spec import DeltaNet
 from engine.runtime.step.batch import Row
-from engine.runtime.step.protocols import to_device
+from engine.runtime.step.protocols import Ahead, to_device
 from engine.runtime.weights.parameters import DeltaWeights
 
 CHUNK: Final = 64
@@ -67,7 +71,7 @@ prompt alone would leave most multiprocessors idle."""
 CARRY_STAGES: Final = 2
 KEEP_BLOCK: Final = 1024
 LENGTH_EPS = tl.constexpr(1e-6)
-"""What is added to the squares of queries and keys before they are divided by their length."""
+"""The summand of squares of queries and keys before they are divided by their length."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,24 +84,40 @@ class DeltaLayer:
 
 
 @dataclass(frozen=True, slots=True)
+class Cells:
+    """Where states lie that are not under their slots' numbers."""
+
+    order: Tensor
+    """The state in each cell, [cells] int32: the slots' first, then windows."""
+    slots: int
+    """The number of the first window's cell."""
+
+
+@dataclass(frozen=True, slots=True)
 class DeltaRows:
     """The rows of a step that have many tokens, on the device: the same for all layers."""
 
     rows: Tensor
-    """[R, 5] int32: slot, first position, tokens, place of the first token among the packed ones, and number
+    """[R, 5] int32: state, first position, tokens, place of the first token among the packed ones, and number
     of the first chunk."""
     chunks: Tensor
     """[N, 2] int32: the row, and the first token within it."""
 
     @staticmethod
-    def of(rows: Sequence[Row], device: torch.device, size: int = CHUNK) -> DeltaRows:
-        """`size`: tokens of a chunk."""
+    def of(
+        rows: Sequence[Row], device: torch.device, size: int = CHUNK, order: Tensor | None = None
+    ) -> DeltaRows:
+        """`size`: tokens of a chunk. `order`: that of `Cells`; None: each slot has the state of its
+        number."""
         listed, chunks = [], list[tuple[int, int]]()
         for at, row in enumerate(rows):
             listed.append((row.slot, row.start, row.length, row.offset, len(chunks)))
             begins = range(row.start // size * size, row.end, size)
             chunks += ((at, max(begin - row.start, 0)) for begin in begins)
-        return DeltaRows(to_device(listed, device), to_device(chunks, device))
+        table = to_device(listed, device)
+        if order is not None:
+            table[:, 0] = order[table[:, 0]]
+        return DeltaRows(table, to_device(chunks, device))
 
 
 def implements(delta: DeltaNet) -> bool:
@@ -106,24 +126,41 @@ def implements(delta: DeltaNet) -> bool:
 
 
 def delta_step(
-    x: Tensor, slots: Tensor, lengths: Tensor, layer: DeltaLayer, inputs: Tensor, heads: Tensor, out: Tensor
+    x: Tensor,
+    slots: Tensor,
+    lengths: Tensor,
+    layer: DeltaLayer,
+    inputs: Tensor,
+    heads: Tensor,
+    out: Tensor,
+    cells: Cells | None = None,
+    ahead: Ahead | None = None,
 ) -> None:
     """The rows of one token: x [R, width], slots and lengths [R] int32 -> out [R, Hv * Dv].
 
     A token of x has what is convolved, then z, b and a. lengths: the rows' tokens, the new one included.
-    inputs [slots, kernel - 1, channels] and heads [slots, Hv, Dk, Dv] float32 go on by one token.
+    inputs [states, kernel - 1, channels] and heads [states, Hv, Dk, Dv] float32 go on by one token. `ahead`:
+    of tokens of which some are drafts, which need cells to leave their states in.
     """
     own, weights = layer.spec, layer.weights
     assert all(t.is_contiguous() for t in (x, inputs, heads, out))
-    launch(
-        delta_step_kernel,
-        (len(slots), own.key_heads),
-        *(x, slots, lengths, weights.conv, weights.rate, weights.step_bias, weights.norm),
-        *(inputs, heads, out, layer.eps),
-        **_sizes(own),
-        num_warps=STEP_WARPS,
-        **dependent(),
-    )
+    tables = slots, lengths, None if cells is None else cells.order
+    given = weights.conv, weights.rate, weights.step_bias, weights.norm, inputs, heads, out, layer.eps
+    grid, sizes = (len(slots), own.key_heads), _sizes(own) | {"num_warps": STEP_WARPS}
+    if ahead is None:
+        launch(delta_step_kernel, grid, x, *tables, *given, **sizes, **dependent())
+        return
+    assert cells is not None
+    drafts = ahead.before, ahead.behind, ahead.windows, cells.slots
+    launch(delta_verify_kernel, grid, x, *tables, *drafts, *given, **sizes, **dependent())
+
+
+def turn_windows(slots: Tensor, ahead: Ahead, agreed: Tensor, cells: Cells) -> None:
+    """Give each row that verified the state behind its last right draft, and its windows those before it, the
+    newest first. agreed [tokens] int32: 1 where the token that was sampled is the draft in its place."""
+    tables = slots, ahead.before, ahead.behind, ahead.windows, agreed, cells.order
+    sizes: dict[str, Any] = {"BLOCK": triton.next_power_of_2(ahead.most), "num_warps": 1}
+    launch(turn_kernel, (len(slots),), *tables, cells.slots, **sizes, **dependent())
 
 
 def delta_chunks(
@@ -203,6 +240,7 @@ def delta_step_kernel(
     x,
     slots,
     lengths,
+    order,
     conv,
     rate,
     step_bias,
@@ -219,13 +257,15 @@ def delta_step_kernel(
     TAPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A program per row and key head."""
+    """A program per row and key head. `order`: the state of each slot; None: that of its number."""
     wait_for_earlier(PDL)
     VALUE_HEADS: tl.constexpr = KEY_HEADS * SHARED
     KEYS: tl.constexpr = KEY_HEADS * DK
     CHANNELS: tl.constexpr = 2 * KEYS + VALUE_HEADS * DV
     row, key_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slot = tl.load(slots + row).to(tl.int64)
+    if order is not None:
+        slot = tl.load(order + slot).to(tl.int64)
     goes_on = tl.load(lengths + row) > 1
     source, known = x + row * WIDTH, inputs + slot * ((TAPS - 1) * CHANNELS)
     key_dim, value_dim = tl.arange(0, DK), tl.arange(0, DV)
@@ -270,6 +310,163 @@ def _convolved(source, known, conv, at, goes_on, CHANNELS: tl.constexpr, TAPS: t
     if TAPS > 1:
         tl.store(known + (TAPS - 2) * CHANNELS + at, new)
     return _silu(total)
+
+
+@triton.jit
+def delta_verify_kernel(
+    x,
+    slots,
+    lengths,
+    order,
+    before,
+    behind,
+    windows,
+    first_window,
+    conv,
+    rate,
+    step_bias,
+    norm,
+    inputs,
+    heads,
+    out,
+    eps,
+    KEY_HEADS: tl.constexpr,
+    SHARED: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TAPS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """A program per token and key head, of which those of drafts do nothing: the first token's computes all
+    of its row."""
+    wait_for_earlier(PDL)
+    VALUE_HEADS: tl.constexpr = KEY_HEADS * SHARED
+    KEYS: tl.constexpr = KEY_HEADS * DK
+    CHANNELS: tl.constexpr = 2 * KEYS + VALUE_HEADS * DV
+    row, key_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    count = tl.where(tl.load(before + row) > 0, 0, tl.load(behind + row) + 1)
+    own = tl.load(order + tl.load(slots + row)).to(tl.int64)
+    drafted = order + first_window + tl.load(windows + row) - 1
+    goes_on = tl.load(lengths + row) > 1
+    source, known = x + row * WIDTH, inputs + own * ((TAPS - 1) * CHANNELS)
+    key_dim, value_dim = tl.arange(0, DK), tl.arange(0, DV)
+    at = key_head * DK + key_dim
+    weight = tl.load(norm + value_dim)
+    for member in range(SHARED):
+        head = key_head * SHARED + member
+        in_heads = head * DV + value_dim
+        place = heads + ((own * VALUE_HEADS + head) * DK + key_dim[:, None]) * DV + value_dim[None, :]
+        state = tl.load(place, mask=goes_on & (count > 0) & (key_dim[:, None] < DK), other=0.0)
+        for token in range(count):
+            new = source + token * WIDTH
+            q = _convolved_at(source, token, known, conv, at, goes_on, WIDTH, CHANNELS, TAPS)
+            k = _convolved_at(source, token, known, conv, KEYS + at, goes_on, WIDTH, CHANNELS, TAPS)
+            q *= tl.rsqrt(tl.sum(q * q) + LENGTH_EPS) * DK**-0.5
+            k *= tl.rsqrt(tl.sum(k * k) + LENGTH_EPS)
+            v = _convolved_at(source, token, known, conv, 2 * KEYS + in_heads, goes_on, WIDTH, CHANNELS, TAPS)
+            z = tl.load(new + CHANNELS + in_heads).to(tl.float32)
+            of_head = new + CHANNELS + VALUE_HEADS * DV + head
+            strength = 1.0 / (1.0 + tl.exp(-tl.load(of_head).to(tl.float32)))
+            a = tl.load(of_head + VALUE_HEADS).to(tl.float32)
+            state *= tl.exp(_log_kept(a, tl.load(rate + head), tl.load(step_bias + head)))
+            change = (v - tl.sum(state * k[:, None], 0)) * strength
+            state += k[:, None] * change[None, :]
+            left = tl.load(drafted + token, mask=token > 0, other=0).to(tl.int64)
+            left = tl.where(token > 0, left, own)
+            there = ((left * VALUE_HEADS + head) * DK + key_dim[:, None]) * DV + value_dim[None, :]
+            tl.store(heads + there, state)
+            found = tl.sum(state * q[:, None], 0)
+            normed = found / tl.sqrt(tl.sum(found * found) / DV + eps) * weight
+            answer = out + (row + token) * (VALUE_HEADS * DV) + in_heads
+            tl.store(answer, (normed * _silu(z)).to(out.dtype.element_ty))
+    # The slot's own inputs are read for all tokens, and so they are the last to move on.
+    tl.debug_barrier()
+    for back in range(count):
+        token = count - 1 - back
+        left = tl.load(drafted + token, mask=token > 0, other=0).to(tl.int64)
+        target = inputs + tl.where(token > 0, left, own) * ((TAPS - 1) * CHANNELS)
+        _moved_on(source, token, known, target, at, goes_on, WIDTH, CHANNELS, TAPS)
+        _moved_on(source, token, known, target, KEYS + at, goes_on, WIDTH, CHANNELS, TAPS)
+        for member in range(SHARED):
+            in_heads = 2 * KEYS + (key_head * SHARED + member) * DV + value_dim
+            _moved_on(source, token, known, target, in_heads, goes_on, WIDTH, CHANNELS, TAPS)
+
+
+@triton.jit
+def _latest(
+    source, token, known, at, goes_on, tap, WIDTH: tl.constexpr, CHANNELS: tl.constexpr, TAPS: tl.constexpr
+):
+    """The inputs of channels `at` before a row's token, as many as taps but one: of the row, or known before
+    it."""
+    in_row = token + tap - (TAPS - 1)
+    is_tap = tap < TAPS - 1
+    new = tl.load(source + in_row * WIDTH + at[None, :], mask=is_tap & (in_row >= 0), other=0.0)
+    old_at = known + (in_row + TAPS - 1) * CHANNELS + at[None, :]
+    old = tl.load(old_at, mask=is_tap & (in_row < 0) & goes_on, other=0.0)
+    return tl.where(in_row >= 0, new, old)
+
+
+@triton.jit
+def _convolved_at(
+    source,
+    token,
+    known,
+    conv,
+    at,
+    goes_on,
+    WIDTH: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    TAPS: tl.constexpr,
+):
+    """silu of the convolution of channels `at`, at a row's token."""
+    tap = tl.arange(0, triton.next_power_of_2(TAPS))[:, None]
+    before = _latest(source, token, known, at, goes_on, tap, WIDTH, CHANNELS, TAPS)
+    new = tl.load(source + token * WIDTH + at)
+    factors = tl.load(conv + tap * CHANNELS + at[None, :], mask=tap < TAPS - 1, other=0.0)
+    total = tl.sum(before.to(tl.float32) * factors, 0)
+    total += new.to(tl.float32) * tl.load(conv + (TAPS - 1) * CHANNELS + at)
+    return _silu(total)
+
+
+@triton.jit
+def _moved_on(
+    source,
+    token,
+    known,
+    target,
+    at,
+    goes_on,
+    WIDTH: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    TAPS: tl.constexpr,
+):
+    """Store the latest inputs of channels `at` behind a row's token."""
+    if TAPS > 1:
+        tap = tl.arange(0, triton.next_power_of_2(TAPS))[:, None]
+        latest = _latest(source, token + 1, known, at, goes_on, tap, WIDTH, CHANNELS, TAPS)
+        tl.debug_barrier()
+        tl.store(target + tap * CHANNELS + at[None, :], latest, mask=tap < TAPS - 1)
+
+
+@triton.jit
+def turn_kernel(
+    slots, before, behind, windows, agreed, order, first_window, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    """A program per token, of which those of drafts do nothing: the first token's counts its row's right
+    drafts, and turns round the states of their cells and its own."""
+    wait_for_earlier(PDL)
+    row = tl.program_id(0)
+    drafts = tl.where(tl.load(before + row) > 0, 0, tl.load(behind + row))
+    number = tl.arange(0, BLOCK)
+    is_right = tl.load(agreed + row + number, mask=number < drafts, other=0) > 0
+    right = tl.min(tl.where(is_right, BLOCK, number))
+    slot, drafted = tl.load(slots + row), first_window + tl.load(windows + row) - 1
+    own = number <= right
+    states = tl.load(order + tl.where(number > 0, drafted + number, slot), mask=own, other=0)
+    tl.debug_barrier()
+    turned = right - number
+    tl.store(order + tl.where(turned > 0, drafted + turned, slot), states, mask=own & (right > 0))
 
 
 @triton.jit

@@ -22,8 +22,8 @@ from typing import Any, Final
 import msgspec
 
 from engine.contract.embedders import MODULES
+from engine.runtime.models.dense import DenseKeys
 from engine.runtime.models.families import FAMILIES
-from engine.runtime.models.family import Family
 from engine.runtime.models.keys import COMMON_KEYS, WHOLE_KEYS
 from engine.runtime.models.rope import unread_rope_keys
 from engine.runtime.models.spec import DecoderSpec
@@ -70,7 +70,7 @@ def parse_model_config(data: bytes, *, embeds: bool = False) -> DecoderSpec:
         is_part = whole is not None and fields["model_type"] == whole.model_type
         if is_part:
             fields = _text_config(fields, family)
-        keys = msgspec.convert(fields, family.keys)
+        keys = msgspec.convert(fields, family)
     except BadModelFile as error:
         raise UnsupportedModel(f"config.json {error}") from error
     except msgspec.ValidationError as error:
@@ -79,7 +79,7 @@ def parse_model_config(data: bytes, *, embeds: bool = False) -> DecoderSpec:
     if problems := [*refusals(fields, meanings), *keys.problems()]:
         raise UnsupportedModel(f"config.json of this {family.architecture}: " + "; ".join(problems))
     unread = (*unexplained(fields, meanings), *unread_rope_keys(fields, keys.rope_rules))
-    described: DecoderSpec = replace(family.describe(keys), unread=unread)
+    described = keys.describe(unread=unread)
     if whole is None or not is_part:
         return described
     beside = tuple(unexplained(around, WHOLE_KEYS))
@@ -87,7 +87,7 @@ def parse_model_config(data: bytes, *, embeds: bool = False) -> DecoderSpec:
     return replace(described, names=names, unread=(*beside, *unread))
 
 
-def _text_config(fields: Mapping[str, Any], family: Family) -> dict[str, Any]:
+def _text_config(fields: Mapping[str, Any], family: type[DenseKeys]) -> dict[str, Any]:
     """The text part's keys in the config.json of a model of more than text. Raises UnsupportedModel."""
     inner = fields.get("text_config")
     if not isinstance(inner, dict) or inner.get("model_type", family.model_type) != family.model_type:
@@ -104,10 +104,9 @@ def _text_config(fields: Mapping[str, Any], family: Family) -> dict[str, Any]:
     return inner
 
 
-def key_meanings(family: Family) -> KeyMeanings:
+def key_meanings(family: type[DenseKeys]) -> KeyMeanings:
     """The meaning of each key of a family's config.json."""
-    keys = family.keys
-    return {**COMMON_KEYS, **dict.fromkeys(keys.__struct_fields__, USED), **keys.limits}
+    return {**COMMON_KEYS, **dict.fromkeys(family.__struct_fields__, USED), **family.limits}
 
 
 def _nearest(fields: Mapping[str, Any]) -> str:
@@ -124,7 +123,7 @@ def _nearest(fields: Mapping[str, Any]) -> str:
     return f"nearest {told.format(', '.join(nearest[:NEAREST_SHOWN_MAX]))} its keys{lacks}"
 
 
-def _family(fields: Mapping[str, Any], *, embeds: bool) -> Family:
+def _family(fields: Mapping[str, Any], *, embeds: bool) -> type[DenseKeys]:
     """The family that config.json names. Raises UnsupportedModel, and ValidationError where a name is no
     string."""
     named = msgspec.convert(fields, _Named)

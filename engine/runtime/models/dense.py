@@ -1,13 +1,14 @@
 """The keys of config.json that dense decoders share, and what follows from them in most families.
 
-A family derives its own keys from `DenseKeys`: its fields are the keys that it reads. It overrides what
-differs, and `decoder` puts the description together.
+A family derives its own keys from `DenseKeys`: its fields are the keys that it reads, its class variables and
+methods what differs. `describe` puts the description together.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
 import msgspec
@@ -15,7 +16,20 @@ from msgspec import UNSET
 
 from engine.runtime.models.quantization import Fp8Scheme, read_fp8_scheme
 from engine.runtime.models.rope import ROPE_KEYS, RopeRules, UnsupportedRope, read_rope
-from engine.runtime.models.spec import Attention, DecoderSpec, Layer, Mlp, NormSpec, Rope
+from engine.runtime.models.spec import (
+    Act,
+    Attention,
+    DecoderSpec,
+    DeltaNet,
+    Layer,
+    Mlp,
+    Names,
+    NormKind,
+    NormSpec,
+    Placing,
+    QKPlacing,
+    Rope,
+)
 from shared.text.model_files import KeyMeanings, shown
 
 SIZE_MAX: Final = 2**31 - 1
@@ -36,7 +50,7 @@ _SIZES: Final = (
     "num_attention_heads",
     "max_position_embeddings",
 )
-ACTIVATIONS: Final = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh", "relu2": "relu2"}
+ACTIVATIONS: Final[Mapping[str, Act]] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh", "relu2": "relu2"}
 """The descriptions' names of transformers' functions."""
 
 
@@ -45,6 +59,16 @@ def _not_positive(keys: msgspec.Struct, *names: str) -> Iterator[str]:
     for name in names:
         if (value := getattr(keys, name)) is not None and not 0.0 < value < math.inf:
             yield f"{name} {value} is no positive number"
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """A model of more than text whose text part is of a family, with the keys in `text_config`."""
+
+    model_type: str
+    architecture: str
+    at: str
+    """The prefix of the text part's names of tensors, instead of `model.`."""
 
 
 class DenseKeys(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,6 +94,19 @@ class DenseKeys(msgspec.Struct, frozen=True, kw_only=True):
     partial_rotary_factor: Any = UNSET
     original_max_position_embeddings: Any = UNSET
 
+    model_type: ClassVar[str]
+    architecture: ClassVar[str]
+    also_named: ClassVar[tuple[str, ...]] = ()
+    """Other names that `architectures` may have."""
+    whole: ClassVar[Whole | None] = None
+    names: ClassVar[Names] = Names()
+    norms: ClassVar[Placing] = "before"
+    norm_kind: ClassVar[NormKind] = "rms"
+    norm_offset: ClassVar[float] = 0.0
+    qk_norm: ClassVar[QKPlacing | None] = None
+    qkv_bias: ClassVar[bool] = False
+    """True if queries, keys and values have a bias whatever the keys say."""
+    gated: ClassVar[bool] = True
     acts: ClassVar[tuple[str, ...]] = ("silu",)
     act_key: ClassVar[str] = "hidden_act"
     """The key that names the MLP's function."""
@@ -83,6 +120,8 @@ class DenseKeys(msgspec.Struct, frozen=True, kw_only=True):
     """The key by which every so many layers are of full attention, where `layer_types` is silent."""
     slides: ClassVar[bool] = False
     """True if the family has layers with a window, or may have them."""
+    layers_alike: ClassVar[bool] = False
+    """True if `layer_types` may say no more than `sliding_window` does."""
     also_sizes: ClassVar[tuple[str, ...]] = ()
     """Keys of the family that are numbers of elements, as those above."""
     also_kinds: ClassVar[tuple[str, ...]] = ()
@@ -107,7 +146,8 @@ class DenseKeys(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def window(self) -> int | None:
         """The window of the layers that slide, in tokens; None when no layer slides."""
-        return self.sliding_window if self.slides else None
+        slides = self.slides and getattr(self, "use_sliding_window", True)
+        return self.sliding_window if slides else None
 
     @property
     def kinds(self) -> list[str]:
@@ -130,13 +170,6 @@ class DenseKeys(msgspec.Struct, frozen=True, kw_only=True):
         return named
 
     @property
-    def fits_window(self) -> bool:
-        """True if `layer_types` says no more than `sliding_window` does of families whose layers are all
-        alike."""
-        kind = FULL_ATTENTION if self.window is None else SLIDING_ATTENTION
-        return self.layer_types in (None, [kind] * self.num_hidden_layers)
-
-    @property
     def rope_fields(self) -> Mapping[str, Any]:
         stated = {name: getattr(self, name) for name in ROPE_KEYS if getattr(self, name) is not UNSET}
         return stated | {"max_position_embeddings": self.max_position_embeddings}
@@ -145,42 +178,45 @@ class DenseKeys(msgspec.Struct, frozen=True, kw_only=True):
         """The rotary embeddings of layers of one kind. Raises UnsupportedRope."""
         return read_rope(self.rope_fields, self.rope_rules, self.width)
 
-    def attention(self, kind: str, **options: Any) -> Attention:
+    def attention(self, kind: str, **options: Any) -> Attention | DeltaNet:
         """`options`: fields of the description that differ."""
         has_bias = getattr(self, "attention_bias", False)
         plain: dict[str, Any] = {
             "scale": self.scale,
             "rope": self.rope(kind),
             "window": self.window if kind == SLIDING_ATTENTION else None,
-            "bias": has_bias,
-            "out_bias": has_bias,
+            "bias": self.qkv_bias or has_bias,
+            "out_bias": getattr(self, "attention_out_bias", has_bias),
+            "qk_norm": self.qk_norm,
         }
         return Attention(self.num_attention_heads, self.kv_heads, self.width, **(plain | options))
 
     def mlp(self, **options: Any) -> Mlp:
         """`options`: fields of the description that differ."""
-        plain: dict[str, Any] = {"inner": self.intermediate_size, "act": ACTIVATIONS[self.act]}
-        plain |= {"bias": getattr(self, "mlp_bias", False)}
-        return Mlp(**(plain | options))
+        plain: dict[str, Any] = {"inner": self.intermediate_size, "bias": getattr(self, "mlp_bias", False)}
+        return Mlp(act=ACTIVATIONS[self.act], gated=self.gated, **(plain | options))
 
-    def layers(self, norms: Any = "before", mlp: Mlp | None = None, **options: Any) -> Iterator[Layer]:
+    def layer(self, kind: str, **options: Any) -> Layer:
         """`options`: fields of the description of attention that differ."""
-        for kind in self.kinds:
-            yield Layer(self.attention(kind, **options), self.mlp() if mlp is None else mlp, norms)
+        return Layer(self.attention(kind, **options), self.mlp(), self.norms)
 
-    def norm(self, **options: Any) -> NormSpec:
-        """`options`: fields of the description that differ."""
-        return NormSpec(getattr(self, self.eps_key), **options)
+    def layers(self) -> Iterator[Layer]:
+        return map(self.layer, self.kinds)
 
-    def decoder(self, architecture: str, layers: Iterable[Layer], **options: Any) -> DecoderSpec:
-        """`options`: fields of the description that differ."""
-        plain: dict[str, Any] = {
-            "norm": self.norm(),
-            "tied_embeddings": self.tie_word_embeddings,
-            "fp8": self.fp8,
-        }
-        sizes = self.vocab_size, self.hidden_size, self.max_position_embeddings
-        return DecoderSpec(architecture, *sizes, tuple(layers), **(plain | options))
+    def describe(self, **options: Any) -> DecoderSpec:
+        """The model of keys that have no problems. `options`: fields of the description that differ."""
+        return DecoderSpec(
+            self.architecture,
+            self.vocab_size,
+            self.hidden_size,
+            self.max_position_embeddings,
+            tuple(self.layers()),
+            NormSpec(getattr(self, self.eps_key), self.norm_kind, self.norm_offset),
+            self.tie_word_embeddings,
+            fp8=self.fp8,
+            names=self.names,
+            **options,
+        )
 
     @property
     def fp8(self) -> Fp8Scheme | None:
@@ -212,6 +248,9 @@ class DenseKeys(msgspec.Struct, frozen=True, kw_only=True):
         if misfits:
             yield f"{', '.join(misfits)} must be at least 1, and no more than {SIZE_MAX}"
             return
+        alike = [FULL_ATTENTION if self.window is None else SLIDING_ATTENTION] * self.num_hidden_layers
+        if self.layers_alike and self.layer_types not in (None, alike):
+            yield "layer_types that differ from sliding_window are not supported"
         yield from self.contradictions()
 
     def contradictions(self) -> Iterator[str]:
@@ -230,7 +269,8 @@ class DenseKeys(msgspec.Struct, frozen=True, kw_only=True):
         if self.layer_types is not None and len(self.layer_types) != self.num_hidden_layers:
             yield f"layer_types has {len(self.layer_types)} entries for {self.num_hidden_layers} layers"
         if self.also_kinds and FULL_ATTENTION not in self.kinds:
-            yield f"layers without {FULL_ATTENTION} among them are not supported"
+            key = "layer_types" if self.layer_types or not self.period_key else self.period_key
+            yield f"{key}: layers without {FULL_ATTENTION} among them are not supported"
         if self.window is not None and self.window < WINDOW_MIN:
             yield f"sliding_window must be at least {WINDOW_MIN}"
         if self.window is None and self.slides and SLIDING_ATTENTION in self.kinds:

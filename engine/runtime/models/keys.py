@@ -88,5 +88,5 @@ WHOLE_KEYS: Final[KeyMeanings] = {
     **dict.fromkeys(("image_token_id", "video_token_id"), NO_EFFECT),
     **dict.fromkeys(("vision_start_token_id", "vision_end_token_id", "language_model_only"), NO_EFFECT),
 }
-"""Of the keys beside `text_config`, for a model of more than text. `vision_config` is in no table, so the log
-says that it is not read: images are not served."""
+"""The meanings of keys beside `text_config`, for a model of more than text. `vision_config` is in no table,
+so the log says that it is not read: images are not served."""

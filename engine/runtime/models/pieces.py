@@ -1,9 +1,9 @@
 """The pieces of a model's arithmetic, by name, and whether a network implements them all.
 
-Three networks compute a model: the native kernels, torch, and the device's kernels. Each declares the set of
-pieces that it implements (`IMPLEMENTED`), and is not chosen for a model that has any other: a family or a
-setting that a network does not know goes to another network, or is refused by name. That sizes divide evenly
-proves nothing about the arithmetic.
+Three networks compute a model: the native kernels, torch, and the device's kernels. Each declares the pieces
+that it implements (`IMPLEMENTED`) beside those that all do, and is not chosen for a model that has any other:
+a family or a setting that a network does not know goes to another network, or is refused by name. That sizes
+divide evenly proves nothing about the arithmetic.
 
     a choice     its field and its value        `mlp.act silu`, `layer.norms before`
     an option    its field, where it is used    `attention.window`, `tied_embeddings`
@@ -29,8 +29,17 @@ AT_LOAD: Final = frozenset(
     {"rope.part", "rope.interleaved", "norm.offset", "attention.rope none"}
     | {f"rope.scaling {name}" for name in ("Linear", "Llama3", "Yarn", "Longrope")}
 )
-"""What parameters (`engine.runtime.weights.parameters`) and angles (`engine.runtime.models.rotary`) have in
-them already when a network sees them, whatever the network."""
+"""The pieces that are in parameters (`engine.runtime.weights.parameters`) and angles
+(`engine.runtime.models.rotary`) already when a network sees them."""
+EVERYWHERE: Final = frozenset(
+    {"norm.kind rms", "layer.norms before", "layer.norms behind", "layer.norms both"}
+    | {"mlp.act silu", "mlp.act gelu_tanh", "mlp.act relu2", "mlp.gated no", "mlp.bias"}
+    | {"attention.qk_norm heads", "attention.qk_norm rotated heads", "attention.qk_norm width"}
+    | {"attention.window", "attention.bias", "attention.out_bias", "attention.tempering Tempering"}
+    | {"attention.output_gate", "deltanet.gate silu", "tied_embeddings", "fp8 Fp8Scheme"}
+    | {"embed_scale", "residual_scale", "logit_scale", "logit_softcap"}
+)
+"""The pieces that all three networks implement. A new one is declared by each that does, until all do."""
 
 
 def pieces_of(decoder: DecoderSpec) -> frozenset[str]:

@@ -46,7 +46,7 @@ class UnsupportedRope(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class RopeRules:
-    """What a family adds to the rules above."""
+    """The rules that a family adds to those above."""
 
     theta: float = 10_000.0
     """The base where config.json has none."""

@@ -100,14 +100,19 @@ class Rope:
 
 # -- layers ---------------------------------------------------------------------------------------
 
+NormKind = Literal["rms", "layer"]
+Act = Literal["silu", "gelu_tanh", "relu2"]
+QKPlacing = Literal["heads", "rotated heads", "width"]
+Placing = Literal["before", "behind", "both", "parallel"]
+
 
 @dataclass(frozen=True, slots=True)
 class NormSpec:
     eps: float
-    kind: Literal["rms", "layer"] = "rms"
+    kind: NormKind = "rms"
     """`rms`: x / sqrt(mean(x^2) + eps), times a weight; `layer`: of x without its mean."""
     offset: float = 0.0
-    """What is added to the stored weight."""
+    """The summand of the stored weight."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +136,7 @@ class Attention:
     """The number of latest tokens that a token sees, itself included. None: all."""
     bias: bool = False
     out_bias: bool = False
-    qk_norm: Literal["heads", "rotated heads", "width"] | None = None
+    qk_norm: QKPlacing | None = None
     """`heads`: each head of queries and keys is normed before it is rotated; `rotated heads`: behind;
     `width`: all heads of queries as one row, and all of keys, before."""
     tempering: Tempering | None = None
@@ -172,7 +177,7 @@ class DeltaNet:
 @dataclass(frozen=True, slots=True)
 class Mlp:
     inner: int
-    act: Literal["silu", "gelu_tanh", "relu2"] = "silu"
+    act: Act = "silu"
     gated: bool = True
     """True: down(act(gate(x)) * up(x)); else down(act(up(x)))."""
     bias: bool = False
@@ -182,7 +187,7 @@ class Mlp:
 class Layer:
     attention: Attention | DeltaNet
     mlp: Mlp
-    norms: Literal["before", "behind", "both", "parallel"] = "before"
+    norms: Placing = "before"
     """The places of norms, around attention and MLP alike: of what goes in, of what comes out, or both.
     `parallel`: the MLP takes what attention takes, behind one norm."""
 
@@ -199,7 +204,7 @@ class Names:
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     output: str = "self_attn.o_proj"
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
-    """Of an MLP without a gate, `up` alone."""
+    """An MLP without a gate has `up` alone."""
     down: str = "mlp.down_proj"
     qk_norm: tuple[str, str] = ("self_attn.q_norm", "self_attn.k_norm")
     attention_norm: str = "input_layernorm"
@@ -218,9 +223,9 @@ class Names:
     delta_step_bias: str = "linear_attn.dt_bias"
     delta_norm: str = "linear_attn.norm.weight"
     mtp: str = "mtp"
-    """What the names of the MTP layer's parameters begin with."""
+    """The prefix of the MTP layer's names of parameters."""
     foreign: tuple[str, ...] = ()
-    """What names of tensors begin with that the text model has nothing to do with."""
+    """The prefixes of names of tensors that the text model has nothing to do with."""
 
     def moved(self, old: str, new: str) -> Names:
         """The names where those of the model's body begin with `new` instead of `old`; the head's does
@@ -239,7 +244,7 @@ class DecoderSpec:
     context_len: int
     layers: tuple[Layer, ...]
     norm: NormSpec
-    """Of the whole model: around blocks, of heads, and the last one."""
+    """All norms of the model: around blocks, of heads, and the last one."""
     tied_embeddings: bool = False
     """True if the embedding is also the head. A checkpoint with a head of its own overrides config.json
     (`engine.runtime.start.starting.checked_checkpoint`)."""
@@ -265,12 +270,12 @@ class DecoderSpec:
 
     @property
     def attentions(self) -> tuple[Attention, ...]:
-        """Those of the layers that have keys and values, in their order, which is that of the KV cache."""
+        """The layers that have keys and values, in their order, which is that of the KV cache."""
         return tuple(own.attention for own in self.layers if isinstance(own.attention, Attention))
 
     @property
     def deltas(self) -> tuple[DeltaNet, ...]:
-        """Those of the layers that have a state instead, in their order."""
+        """The layers that have a state instead, in their order."""
         return tuple(own.attention for own in self.layers if isinstance(own.attention, DeltaNet))
 
     @property
@@ -311,7 +316,7 @@ class DecoderSpec:
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """Those of `attentions`."""
+        """The windows of `attentions`."""
         return tuple(own.window for own in self.attentions)
 
     @property

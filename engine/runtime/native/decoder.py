@@ -19,9 +19,9 @@ from torch import Tensor
 
 from engine.runtime.collective.collective import ALONE, Collective
 from engine.runtime.collective.shard import WHOLE, Shard
-from engine.runtime.models.pieces import lacking
+from engine.runtime.models.pieces import EVERYWHERE, lacking
 from engine.runtime.models.rotary import Rotary
-from engine.runtime.models.spec import Attention, DecoderSpec, DeltaNet, Rope
+from engine.runtime.models.spec import Attention, DecoderSpec, DeltaNet, Rope, Tempering
 from engine.runtime.native.build import ISAS, library_path
 from engine.runtime.setup.hardware import PROC, processor_flags
 from engine.runtime.step.batch import PackedBatch
@@ -30,10 +30,8 @@ from engine.runtime.step.seats import SamplingColumns
 from engine.runtime.step.states import StateGeometry, States
 from engine.runtime.weights.checkpoint import WeightSource
 from engine.runtime.weights.parameters import (
-    DeltaRole,
-    DeltaWeights,
     Matrix,
-    NormRole,
+    Vector,
     final_norm,
     layer_parameters,
     read_embedding,
@@ -59,39 +57,19 @@ ARCH_REQ_XCOMP_PERM: Final = 0x1023
 XFEATURE_XTILEDATA: Final = 18
 
 
+def _of(kind: Any, names: str) -> tuple[tuple[str, Any], ...]:
+    """Fields of one type."""
+    return tuple((name, kind) for name in names.split())
+
+
 class Shape(ctypes.Structure):
     """`PenstockShape` in decoder.cpp."""
 
     _fields_ = (
-        ("vocab", c_int64),
-        ("hidden", c_int64),
-        ("inner", c_int64),
-        ("layers", c_int64),
-        ("heads", c_int64),
-        ("kv_heads", c_int64),
-        ("head_dim", c_int64),
-        ("page_size", c_int64),
-        ("norm_eps", c_float),
-        ("scale", c_float),
-        ("embed_scale", c_float),
-        ("residual_scale", c_float),
-        ("logit_scale", c_float),
-        ("logit_softcap", c_float),
-        ("temper_beta", c_float),
-        ("temper_len", c_int64),
-        ("key_heads", c_int64),
-        ("value_heads", c_int64),
-        ("key_dim", c_int64),
-        ("value_dim", c_int64),
-        ("kernel", c_int64),
-        ("act", c_int32),
-        ("gated", c_int32),
-        ("qk_norm", c_int32),
-        ("output_gate", c_int32),
-        ("centred", c_int32),
-        ("parallel", c_int32),
-        ("bf16", c_int32),
-        ("quantised", c_int32),
+        *_of(c_int64, "vocab hidden inner layers heads kv_heads head_dim page_size"),
+        *_of(c_float, "norm_eps scale embed_scale residual_scale logit_scale logit_softcap temper_beta"),
+        *_of(c_int64, "temper_len key_heads value_heads key_dim value_dim kernel"),
+        *_of(c_int32, "act gated qk_norm output_gate centred parallel bf16 quantised"),
     )
 
 
@@ -100,15 +78,10 @@ class Step(ctypes.Structure):
 
     _fields_ = (
         ("rows", c_int64),
-        ("slots", POINTER(c_int64)),
-        ("starts", POINTER(c_int64)),
-        ("lengths", POINTER(c_int64)),
-        ("tokens_stride", c_int64),
-        ("tables_stride", c_int64),
-        ("tokens", c_void_p),
-        ("tables", c_void_p),
-        ("places", POINTER(c_int64)),
-        ("behind", POINTER(c_int64)),
+        *_of(POINTER(c_int64), "slots starts lengths"),
+        *_of(c_int64, "tokens_stride tables_stride"),
+        *_of(c_void_p, "tokens tables"),
+        *_of(POINTER(c_int64), "places behind"),
     )
 
 
@@ -116,17 +89,9 @@ class NativeDraw(ctypes.Structure):
     """`PenstockDraw` in decoder.cpp."""
 
     _fields_ = (
-        ("count", c_int64),
-        ("vocab", c_int64),
-        ("rows", POINTER(c_int64)),
-        ("slots", POINTER(c_int64)),
-        ("positions", POINTER(c_int64)),
-        ("logits", c_void_p),
-        ("temperature", c_void_p),
-        ("min_p", c_void_p),
-        ("top_k", c_void_p),
-        ("top_p", c_void_p),
-        ("seed", c_void_p),
+        *_of(c_int64, "count vocab"),
+        *_of(POINTER(c_int64), "rows slots positions"),
+        *_of(c_void_p, "logits temperature min_p top_k top_p seed"),
         ("masks", POINTER(c_char_p)),
         ("mask_len", c_int64),
     )
@@ -195,9 +160,9 @@ def library(isa: str) -> ctypes.CDLL:
 # -- the model ------------------------------------------------------------------------------------
 
 
-_LINEARS: Final = (Matrix.QKV, Matrix.OUTPUT, Matrix.GATE_UP, Matrix.DOWN, Matrix.DELTA, None)
+_LINEARS: Final = (*Matrix, None)
 """The roles of matrices in the order of `PenstockLinear`; None is the head."""
-_VECTORS: Final = (*NormRole, *DeltaRole, None)
+_VECTORS: Final = (*Vector, None)
 """The roles of what is no matrix in the order of `PenstockVector`; None is the last norm."""
 LANES_MAX: Final = 16
 """The most lanes of a vector: sizes that are cut into vectors must be multiples of it."""
@@ -207,19 +172,13 @@ DRAFTS_MAX: Final = 15
 """The most drafts of a row: with them it has the tokens of one of a prompt that is worth its own loop."""
 _ACTS: Final = ("silu", "gelu_tanh", "relu2")
 """Functions of an MLP in the order of `PenstockAct`."""
+_OF_ATTENTION: Final = ("heads", "kv_heads", "head_dim", "scale", "output_gate")
+_OF_DELTA: Final = ("key_heads", "value_heads", "key_dim", "value_dim", "kernel")
+"""Fields of descriptions that `Shape` has by the same names."""
 _QK_NORMS: Final = (None, "heads", "rotated heads", "width")
 """The places of norms of queries and keys in the order of `PenstockQKNorm`."""
-IMPLEMENTED: Final = frozenset(
-    {"norm.kind rms", "norm.kind layer"}
-    | {f"layer.norms {places}" for places in ("before", "behind", "both", "parallel")}
-    | {f"mlp.act {name}" for name in _ACTS}
-    | {f"attention.qk_norm {place}" for place in _QK_NORMS[1:]}
-    | {"mlp.gated no", "mlp.bias", "attention.window", "attention.bias", "attention.out_bias"}
-    | {"attention.output_gate", "deltanet.gate silu"}
-    | {"attention.tempering Tempering", "embed_scale", "residual_scale", "logit_scale", "logit_softcap"}
-    | {"tied_embeddings", "fp8 Fp8Scheme"}
-)
-"""The pieces of models (`engine.runtime.models.pieces`) that decoder.cpp and this module implement."""
+IMPLEMENTED: Final = EVERYWHERE | {"norm.kind layer", "layer.norms parallel"}
+"""The pieces of models that decoder.cpp and this module implement."""
 
 
 def misfit(config: DecoderSpec, page_size: int, shard: Shard = WHOLE) -> str | None:
@@ -227,7 +186,7 @@ def misfit(config: DecoderSpec, page_size: int, shard: Shard = WHOLE) -> str | N
     if shard != WHOLE and config.attention.qk_norm == "width":
         return f"on {shard.size} ranks: norms over all heads"
     own = shard.of(config)
-    return NativeDecoder.implements(own) or _different_layers(own) or _odd_sizes(own, page_size)
+    return lacking(own, IMPLEMENTED) or _different_layers(own) or _odd_sizes(own, page_size)
 
 
 def _different_layers(config: DecoderSpec) -> str | None:
@@ -259,7 +218,7 @@ class _Summing:
     def __init__(self, ranks: Collective) -> None:
         self._ranks = ranks
         self.failure: BaseException | None = None
-        """What was raised where no sum was to be had: it cannot pass through the kernels."""
+        """The error where no sum was to be had: it cannot pass through the kernels."""
         self.call: Final = _AddUp(self._add_up)
 
     def _add_up(self, values: Any, count: int) -> int:
@@ -273,38 +232,30 @@ class _Summing:
 
 
 def _shape_of(config: DecoderSpec, page_size: int, dtype: torch.dtype, *, int8: bool) -> Shape:
-    layer, tempering = config.layers[0], config.attention.tempering
+    layer, tempering = config.layers[0], config.attention.tempering or Tempering(0.0, 1)
     delta = config.deltas[0] if config.deltas else DeltaNet(0, 0, 0, 0, 0)
     return Shape(
         vocab=config.vocab_size,
         hidden=config.hidden_size,
         inner=config.intermediate_size,
         layers=len(config.layers),
-        heads=config.heads,
-        kv_heads=config.kv_heads,
-        head_dim=config.head_dim,
         page_size=page_size,
         norm_eps=config.norm.eps,
-        scale=config.attention.scale,
         embed_scale=float(torch.tensor(config.embed_scale, dtype=dtype)),
         residual_scale=config.residual_scale,
         logit_scale=config.logit_scale,
         logit_softcap=config.logit_softcap or 0.0,
+        temper_beta=tempering.beta,
+        temper_len=tempering.original_context_len,
         act=_ACTS.index(layer.mlp.act),
-        temper_beta=0.0 if tempering is None else tempering.beta,
-        temper_len=1 if tempering is None else tempering.original_context_len,
-        key_heads=delta.key_heads,
-        value_heads=delta.value_heads,
-        key_dim=delta.key_dim,
-        value_dim=delta.value_dim,
-        kernel=delta.kernel,
         gated=layer.mlp.gated,
         qk_norm=_QK_NORMS.index(config.attention.qk_norm),
-        output_gate=config.attention.output_gate,
         centred=config.norm.kind == "layer",
         parallel=layer.norms == "parallel",
         bf16=dtype == torch.bfloat16,
         quantised=int8,
+        **{name: getattr(config.attention, name) for name in _OF_ATTENTION},
+        **{name: getattr(delta, name) for name in _OF_DELTA},
     )
 
 
@@ -358,11 +309,6 @@ class NativeDecoder:
         self._borrowed = self._set_top(source, keep_embedding=int8 or shard != WHOLE)
         for layer in range(len(config.layers)):
             self._set_layer(layer, source)
-
-    @staticmethod
-    def implements(config: DecoderSpec) -> str | None:
-        """Why this network does not compute the model, whatever its sizes; None where it does."""
-        return lacking(config, IMPLEMENTED)
 
     def attach(self, cache: KVCache, slots: int = 0, windows: int = 0) -> NativeDecoder:
         """This decoder, with `cache` for its keys and values, which have the native order within a page
@@ -492,12 +438,8 @@ class NativeDecoder:
         own = layer_parameters(self._whole, layer, self._ranks.shard)
         for role, matrix in own.matrices.items():
             self._set_linear(layer, role, *matrix.read(source))
-        for place, norm in own.norms.items():
-            self._set_vector(layer, place, norm.read(source))
-        if own.delta:
-            read = DeltaWeights.read(own.delta, source)
-            for part in DeltaRole:
-                self._set_vector(layer, part, getattr(read, part.value))
+        for place, vector in own.vectors.items():
+            self._set_vector(layer, place, vector.read(source))
 
     def _set_linear(self, layer: int, role: Matrix | None, weight: Tensor, bias: Tensor | None) -> None:
         assert weight.dtype == self._dtype
@@ -512,6 +454,6 @@ class NativeDecoder:
             None if exact is None else exact.data_ptr(),
         )
 
-    def _set_vector(self, layer: int, role: NormRole | DeltaRole | None, values: Tensor) -> None:
+    def _set_vector(self, layer: int, role: Vector | None, values: Tensor) -> None:
         exact, which = values.float().contiguous(), _VECTORS.index(role)
         self._library.penstock_set_vector(self._model, layer, which, exact.data_ptr(), exact.numel())

@@ -240,7 +240,7 @@ class _Guest:
 
 
 class _Lobby:
-    """Those that have connected and not introduced themselves yet: all are heard at once, so that nobody who
+    """Ranks that have connected and not introduced themselves yet: all are heard at once, so that nobody who
     is silent holds a rank up. There are at most `GUESTS_MAX`, and the one that has been silent for longest
     leaves for one more: a rank says who it is as it connects."""
 

@@ -23,11 +23,12 @@ from torch import Tensor
 from engine.runtime.models.spec import DeltaNet
 from engine.runtime.reference.exact import sigmoid, silu, softplus
 from engine.runtime.step.batch import Row
+from engine.runtime.step.protocols import Ahead
 from engine.runtime.step.states import States
 from engine.runtime.weights.parameters import DeltaWeights
 
 LENGTH_EPS: Final = 1e-6
-"""What is added to the squares of queries and keys before they are divided by their length."""
+"""The summand of squares of queries and keys before they are divided by their length."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +40,15 @@ class StepStates:
     decode_rows: int
     """The rows at the start that have one token each, and are computed together."""
     slots: Tensor | None = None
-    """Of those rows, [decode_rows] int32, on a device, which alone may know them: then `rows` may lack them,
-    and no state is cleared here. None: as `rows` has them."""
+    """The slots of those rows, [decode_rows] int32, on a device, which alone may know them: then `rows` may
+    lack them, and no state is cleared here. None: `rows` has them."""
     lengths: Tensor | None = None
     """The tokens of those rows, the new one included, [decode_rows] int32, beside `slots`."""
     windows: Mapping[int, Sequence[int]] = field(default_factory=dict)
     """Where rows that verify leave the states behind their tokens, by slot."""
+    ahead: Ahead | None = None
+    """Beside `slots`: of tokens of which some are drafts. Each is one of `decode_rows` then, and `rows` are
+    those behind them alone."""
 
     def __post_init__(self) -> None:
         if self.slots is None:
@@ -53,7 +57,7 @@ class StepStates:
     @property
     def chunks(self) -> Sequence[Row]:
         """The rows behind those of one token."""
-        return self.rows[self.decode_rows :]
+        return self.rows if self.ahead is not None else self.rows[self.decode_rows :]
 
     @property
     def places(self) -> Tensor | list[int]:
@@ -63,7 +67,7 @@ class StepStates:
         return [self.states.at[row.slot] for row in self.rows[: self.decode_rows]]
 
     def left(self, row: Row) -> Iterator[tuple[int, int]]:
-        """What a row of several tokens leaves: the states behind so many of its tokens, and where."""
+        """The states that a row of several tokens leaves, behind so many of its tokens, and where."""
         windows = self.windows.get(row.slot)
         if windows is None:
             yield row.length, self.states.at[row.slot]
@@ -71,7 +75,7 @@ class StepStates:
             yield from enumerate(windows, 1)
 
     def before(self, kept: Tensor) -> Tensor:
-        """What the rows of one token find: a copy."""
+        """A copy of the states that the rows of one token find."""
         found = kept[self.places]
         if self.lengths is None:
             return found
@@ -80,7 +84,7 @@ class StepStates:
 
 @dataclass(frozen=True, slots=True)
 class _Tokens:
-    """What the recurrence takes, of the same tokens: q and k [T, Hv, Dk], v [T, Hv, Dv], the others [T,
+    """The inputs of the recurrence, of the same tokens: q and k [T, Hv, Dk], v [T, Hv, Dv], the others [T,
     Hv]."""
 
     q: Tensor

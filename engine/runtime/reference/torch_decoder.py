@@ -24,7 +24,7 @@ from torch import Tensor
 
 from engine.runtime.collective.collective import ALONE, Collective
 from engine.runtime.models import spec
-from engine.runtime.models.pieces import lacking
+from engine.runtime.models.pieces import EVERYWHERE, lacking
 from engine.runtime.models.rotary import Rotary
 from engine.runtime.models.spec import Attention, DecoderSpec, DeltaNet, Rope, Tempering
 from engine.runtime.reference.delta_net import StepStates, TorchDeltaNet
@@ -34,7 +34,7 @@ from engine.runtime.weights.checkpoint import WeightSource
 from engine.runtime.weights.parameters import (
     DeltaWeights,
     Matrix,
-    NormRole,
+    Vector,
     final_norm,
     layer_parameters,
     read_embedding,
@@ -50,17 +50,8 @@ NORMS: Final[Mapping[str, Callable[[Tensor, Tensor | None, float], Tensor]]] = {
     "rms": rms_norm,
     "layer": layer_norm,
 }
-IMPLEMENTED: Final = frozenset(
-    {f"norm.kind {kind}" for kind in NORMS}
-    | {f"layer.norms {places}" for places in ("before", "behind", "both", "parallel")}
-    | {f"mlp.act {name}" for name in ACTIVATIONS}
-    | {"mlp.gated no", "mlp.bias", "attention.window", "attention.bias", "attention.out_bias"}
-    | {f"attention.qk_norm {place}" for place in ("heads", "rotated heads", "width")}
-    | {"attention.output_gate", "deltanet.gate silu"}
-    | {"attention.tempering Tempering", "tied_embeddings", "fp8 Fp8Scheme"}
-    | {"embed_scale", "residual_scale", "logit_scale", "logit_softcap"}
-)
-"""The pieces of models (`engine.runtime.models.pieces`) that the code below follows."""
+IMPLEMENTED: Final = EVERYWHERE | {"norm.kind layer", "layer.norms parallel"}
+"""The pieces of models that the code below follows."""
 Angles = tuple[Tensor, Tensor]
 
 
@@ -75,9 +66,9 @@ class StepAttention(Protocol):
 @dataclass(frozen=True, slots=True)
 class _Layer:
     spec: spec.Layer
-    """As this rank computes it."""
+    """The layer as this rank computes it."""
     matrices: Mapping[Matrix, PackedLinear]
-    norms: Mapping[NormRole, Tensor]
+    norms: Mapping[Vector, Tensor]
     qk_norm: Tensor | None
     """[H + Hkv, D]: the query heads' weight, then the key heads', so that one multiplication does both."""
     place: int
@@ -108,21 +99,21 @@ class TorchLayers:
         that has them."""
         angles = {rope: own.angles(positions, x.dtype) for rope, own in self._rotary.items()}
         for layer in self._layers:
-            normed = self._normed(layer, NormRole.ATTENTION, x)
+            normed = self._normed(layer, Vector.ATTENTION_NORM, x)
             if layer.delta is not None:
                 assert states is not None
                 mixed = layer.delta(layer.matrices[Matrix.DELTA](normed), states, layer.place)
             else:
                 mixed = self._attended(layer, normed, angles, positions, attention)
-            x = self._added(layer, x, layer.matrices[Matrix.OUTPUT](mixed), NormRole.ATTENTION_POST)
+            x = self._added(layer, x, layer.matrices[Matrix.OUTPUT](mixed), Vector.ATTENTION_POST_NORM)
             if layer.spec.norms != "parallel":
-                normed = self._normed(layer, NormRole.MLP, x)
+                normed = self._normed(layer, Vector.MLP_NORM, x)
             inner = layer.matrices[Matrix.GATE_UP](normed)
             x = self._added(
                 layer,
                 x,
                 layer.matrices[Matrix.DOWN](self._activated(layer.spec.mlp, inner)),
-                NormRole.MLP_POST,
+                Vector.MLP_POST_NORM,
             )
         return self._norm_of(x, self._norm, self.config.norm.eps)
 
@@ -132,13 +123,13 @@ class TorchLayers:
         own = layer.spec.attention
         assert isinstance(own, Attention)
         angles = {own.rope: self._rotary[own.rope].angles(positions, x.dtype)}
-        _, k, v, _ = self._qkv(layer, own, self._normed(layer, NormRole.ATTENTION, x), angles)
+        _, k, v, _ = self._qkv(layer, own, self._normed(layer, Vector.ATTENTION_NORM, x), angles)
         return k, v
 
-    def _normed(self, layer: _Layer, role: NormRole, x: Tensor) -> Tensor:
+    def _normed(self, layer: _Layer, role: Vector, x: Tensor) -> Tensor:
         return self._norm_of(x, layer.norms[role], self.config.norm.eps) if role in layer.norms else x
 
-    def _added(self, layer: _Layer, x: Tensor, change: Tensor, role: NormRole) -> Tensor:
+    def _added(self, layer: _Layer, x: Tensor, change: Tensor, role: Vector) -> Tensor:
         """The residual with a block's output, which all ranks have a part of, added."""
         change = self._normed(layer, role, self.ranks.all_reduce_(change))
         scale = self.config.residual_scale
@@ -200,13 +191,12 @@ class TorchLayers:
             role: PackedLinear(*each.read(source), exact=self._is_exact)
             for role, each in own.matrices.items()
         }
-        norms = {role: each.read(source) for role, each in own.norms.items()}
+        norms = {role: each.read(source) for role, each in own.vectors.items()}
         attention, place = share.attention, config.places[index]
         if isinstance(attention, DeltaNet):
-            read = DeltaWeights.read(own.delta, source)
-            delta = TorchDeltaNet(attention, read, config.norm.eps)
+            delta = TorchDeltaNet(attention, DeltaWeights.of(norms), config.norm.eps)
             return _Layer(share, matrices, norms, None, place, delta)
-        qk_norm = norms.pop(NormRole.QK, None)
+        qk_norm = norms.pop(Vector.QK_NORM, None)
         if qk_norm is not None and attention.qk_norm != "width":
             of_query, of_key = qk_norm.view(2, -1)
             heads = of_query.expand(attention.heads, -1), of_key.expand(attention.kv_heads, -1)

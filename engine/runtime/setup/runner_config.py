@@ -103,16 +103,17 @@ class RunnerConfig:
     max_step_tokens: Annotated[int, Meta(ge=1, le=STEP_TOKENS_MAX)] = 2048
     """Token budget of one step; at least max_num_seqs."""
     embeddings: EmbeddingsSetting = "auto"
-    """Whether the model makes vectors of texts. auto: one with a modules.json does, as that says, and nothing
-    else; mean: a model that answers does so, too, by the mean of its last hidden states, normalized."""
+    """Says that the model makes vectors of texts. auto: one with a modules.json does, as that says, and
+    nothing else; mean: a model that answers does so, too, by the mean of its last hidden states,
+    normalized."""
     prefix_cache: bool = True
     """Keep the KV cache of ended sequences, so that a prompt is not computed again where it begins as another
     did. On unless --no-prefix-cache is given."""
     max_drafts: Annotated[int, Meta(ge=0, le=15), Unit("tokens")] = 15
-    """The most tokens that are guessed for a stream, from what its prompt and answer hold already or, on a
-    CPU, by the model's own MTP layer, and verified in one step with its next one. The tokens are the same; a
-    step guesses as many as pay by its learned cost. On a GPU none is of a model that has states, and on a CPU
-    by torch's kernels none of others. On a GPU graphs and memory for it are set aside at the start. 0:
+    """The most tokens that are guessed for a stream, from what its prompt and answer hold already or by
+    the model's own MTP layer, and verified in one step with its next one. The tokens are the same; a
+    step guesses as many as pay by its learned cost. Torch's operations have none on a GPU where the model has
+    states, and on a CPU where it has none. On a GPU graphs and memory for it are set aside at the start. 0:
     none."""
 
     def __post_init__(self) -> None:

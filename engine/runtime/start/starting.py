@@ -39,7 +39,8 @@ from engine.runtime.setup.hardware import available_memory_bytes, multiplies_bf1
 from engine.runtime.setup.model_errors import BadRunnerConfig, UnsupportedModel
 from engine.runtime.setup.runner_config import RunnerConfig
 from engine.runtime.start.step_timing import time_guesses, time_steps
-from engine.runtime.step.kv_cache import HostPages, KVGeometry, host_page_count
+from engine.runtime.step.kv_cache import HostPages, KVGeometry, host_page_count, state_place_count
+from engine.runtime.step.pooling import Pooler
 from engine.runtime.step.states import States
 from engine.runtime.weights.checkpoint import Checkpoint, Inspection, checkpoint_files
 from engine.runtime.weights.parameters import read_all
@@ -212,8 +213,10 @@ def untimed_info(
     max_model_len: int,
     pages: int,
     arithmetic: str,
+    state_bytes: int,
+    pooler: Pooler | None,
 ) -> RunnerInfo:
-    """A runner's sizes and type, with times and host memory left at 0."""
+    """A runner's sizes and type, with times and host memory left at 0, and what drafts need."""
     longest = [rope.scaling for rope in model.ropes if rope and isinstance(rope.scaling, Longrope)]
     if longest:  # cached keys have its factors in them
         arithmetic += ", long ropes" if longest[0].is_long(model.context_len) else ", short ropes"
@@ -228,6 +231,9 @@ def untimed_info(
         warmup_s=0.0,
         page_bytes=geometry.page_bytes,
         arithmetic=arithmetic,
+        state_bytes=state_bytes,
+        state_places=state_place_count(config, geometry, max_model_len, pages, state_bytes),
+        vector_len=0 if pooler is None else pooler.vector_len,
     )
 
 
@@ -263,6 +269,14 @@ def embedder_of(config: RunnerConfig) -> Embedder | None:
         raise UnsupportedModel(str(error)) from error
 
 
+def load_pooler(
+    config: RunnerConfig, model: DecoderSpec, device: torch.device | None = None
+) -> Pooler | None:
+    """The pooler of a model that makes vectors of prompts; None of one that makes none. Raises ModelError."""
+    embedder = embedder_of(config)
+    return None if embedder is None else Pooler.load(embedder, Path(config.model), model.hidden_size, device)
+
+
 def _headless(model: DecoderSpec, files: Mapping[str, Path]) -> DecoderSpec:
     """The model of an embedder, as its checkpoint names what it has. Its head is none, or is not read: no
     logits are computed, and where a head has to be, the embedding is one."""
@@ -285,19 +299,15 @@ def checked_checkpoint(
 
     The files' headers are checked first: no tensor is read from a checkpoint that does not match. A head of
     its own beside `tie_word_embeddings` is used unless it equals the embedding, as in transformers 5. An MTP
-    layer is left out where nothing is drafted, on a GPU, and where the files lack it, as many fine-tunes' do.
+    layer is left out where nothing is drafted, and where the files lack it, as many fine-tunes' do.
     """
     files = checkpoint_files(Path(config.model), progress)
-    drafts_by_mtp = config.max_drafts > 0 and device is None and f"{model.names.mtp}.fc.weight" in files
+    drafts_by_mtp = config.max_drafts > 0 and f"{model.names.mtp}.fc.weight" in files
     model = replace(model, mtp=model.mtp if drafts_by_mtp else None)
-    if (embedder := embedder_of(config)) is not None and not embedder.generates:
-        model = _headless(model, files)
-        inspection = Inspection(files, dtype, model.fp8, model.names.foreign)
-        read_all(model, inspection)
-        inspection.verify()
-        return model, Checkpoint(files, dtype, model.fp8, device)
-    head, embedding = model.names.head, model.names.embedding
-    has_head = model.tied_embeddings and head in files
+    embedder, head, embedding = embedder_of(config), model.names.head, model.names.embedding
+    generates = embedder is None or embedder.generates
+    model = model if generates else _headless(model, files)
+    has_head = generates and model.tied_embeddings and head in files
     untied = replace(model, tied_embeddings=False) if has_head else model
     inspection = Inspection(files, dtype, model.fp8, model.names.foreign)
     read_all(untied, inspection)

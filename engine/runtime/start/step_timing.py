@@ -109,7 +109,8 @@ class _Timing:
         self.steps.append(min(timed, key=lambda step: step.seconds))
 
     def guess_share(self, known_len: int, steps: int) -> float:
-        """Of decodes behind so many tokens, with guesses and without in turn, the part that a guess adds."""
+        """The part of a decode's time that a guess adds, measured behind so many tokens, with guesses and
+        without in turn."""
         most = self.runner.info.guesses_max
         self._seat([known_len], steps + most)
         timed: dict[int, list[float]] = {0: [], most: []}

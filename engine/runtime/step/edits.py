@@ -253,7 +253,8 @@ class Edits:
 
     @contextmanager
     def ahead(self) -> Iterator[Callable[[int], None]]:
-        """What to note drafts by, one more token of the output each, which are forgotten in the end."""
+        """Gives a function that notes drafts, one more token of the output each; they are forgotten in the
+        end."""
         histories = [(edit.history, len(edit.history)) for edit in self.each if isinstance(edit, Penalties)]
         drafts: list[int] = []
 

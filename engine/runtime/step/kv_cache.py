@@ -265,9 +265,7 @@ def page_count(
     else:
         budget = int(max(0, available_bytes - step_bytes(config, model)) * KV_SHARE_DEFAULT)
     rest = max(0, budget - states_bytes)
-    above = max(0, rest - WINDOWS_BESIDE * geometry.page_bytes)
-    rest -= min(above // (WINDOWS_PART + 1), windows_bytes)
-    pages = min(pages_within(rest, geometry.page_bytes, snapshots_bytes), useful)
+    pages = min(pages_within(rest, geometry.page_bytes, snapshots_bytes, windows_bytes), useful)
     if pages < PAGES_MIN:
         states = f" beside {states_bytes >> 20} MiB of states" if states_bytes else ""
         others = ", --max-num-seqs" if states_bytes else ""
@@ -278,10 +276,13 @@ def page_count(
     return pages
 
 
-def pages_within(memory_bytes: int, page_bytes: int, snapshots_bytes: int) -> int:
-    """The number of pages that memory holds beside snapshots of states, of which those that are of use take
-    `snapshots_bytes`: they get as much as the pages at most (`state_place_count`)."""
-    return (memory_bytes - min(max(0, memory_bytes) // 2, snapshots_bytes)) // page_bytes
+def pages_within(memory_bytes: int, page_bytes: int, snapshots_bytes: int, windows_bytes: int = 0) -> int:
+    """The number of pages that memory holds beside windows for drafts and snapshots of states, of which those
+    that are of use take so much: windows get their part of it (`window_count`), and of the rest snapshots as
+    much as the pages at most (`state_place_count`)."""
+    above = max(0, memory_bytes - WINDOWS_BESIDE * page_bytes)
+    rest = memory_bytes - min(above // (WINDOWS_PART + 1), windows_bytes)
+    return (rest - min(max(0, rest) // 2, snapshots_bytes)) // page_bytes
 
 
 def host_page_count(

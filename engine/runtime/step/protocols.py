@@ -61,10 +61,14 @@ class Ahead:
     """The place of its mask among those of all slots (`engine.runtime.device.device_sampling`); -1: none."""
     most: int
     """The tokens of a row at most: a constant of kernels."""
+    windows: Tensor
+    """The number of drafts of the step before the token: a draft's own window
+    (`engine.runtime.step.states`)."""
 
     def first(self, tokens: int) -> Ahead:
         """The first tokens, whole rows."""
-        return Ahead(self.before[:tokens], self.behind[:tokens], self.masked_by[:tokens], self.most)
+        before, behind, masked_by = self.before[:tokens], self.behind[:tokens], self.masked_by[:tokens]
+        return Ahead(before, behind, masked_by, self.most, self.windows[:tokens])
 
 
 class DecodeRows(Protocol):

@@ -19,6 +19,9 @@ LogitsOf = Callable[[Tensor], Tensor]
 """A model's head: hidden states [n, hidden] -> logits [n, vocab] float32."""
 PROMPT_LOGPROB_ROWS: Final = 128
 """The number of prompt positions whose logits over the whole vocabulary exist at once."""
+GUESSES_MAX: Final = 4
+"""The most guesses of a model's MTP layer behind a row: it was trained for one, and each further one is right
+less often."""
 IndexOf = Callable[[Sequence[int]], Tensor]
 """Puts numbers where the logits are, [n] int64."""
 
@@ -43,6 +46,27 @@ class ScoreColumns:
 
 
 @dataclass(frozen=True, slots=True)
+class GuessColumns:
+    """What was guessed behind rows, on the device where it was."""
+
+    sampled: int
+    """The rows that sampled."""
+    asked: Sequence[tuple[int, int]]
+    """Of n rows, the number among those that sampled, and how many guesses it asked for."""
+    values: Tensor
+    """The guesses, [n, the most of any] int64."""
+
+    def moved(self, move: Callable[[Tensor], Tensor]) -> GuessColumns:
+        return GuessColumns(self.sampled, self.asked, move(self.values))
+
+    def entries(self) -> list[list[int]]:
+        found: list[list[int]] = [[] for _ in range(self.sampled)]
+        for (place, number), own in zip(self.asked, self.values.tolist(), strict=True):
+            found[place] = own[:number]
+        return found
+
+
+@dataclass(frozen=True, slots=True)
 class Computed:
     """Implements the `Pending` protocol: a step's results, on the device where they were computed."""
 
@@ -58,8 +82,8 @@ class Computed:
     vectors: Sequence[tuple[int, Tensor]] = ()
     """Per slot, its prompt's vector, float32."""
     scores: Sequence[ScoreColumns] = ()
-    """Those of the tokens that were asked for behind prompts, in pieces."""
-    guesses: Sequence[Sequence[int]] = ()
+    """The log-probabilities of tokens that were asked for behind prompts, in pieces."""
+    guesses: Sequence[Sequence[int]] | GuessColumns = ()
     """Per sampled row, what was guessed behind its newest token; empty where none was asked for."""
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> Computed:
@@ -70,7 +94,7 @@ class Computed:
             [(slot, [piece.moved(move) for piece in pieces]) for slot, pieces in self.prompt_logprobs],
             [(slot, move(vector)) for slot, vector in self.vectors],
             [piece.moved(move) for piece in self.scores],
-            self.guesses,
+            self.guesses.moved(move) if isinstance(self.guesses, GuessColumns) else self.guesses,
         )
 
     def collect(self) -> RunResult:
@@ -84,7 +108,9 @@ class Computed:
             ],
             vectors=[(slot, _packed(vector)) for slot, vector in self.vectors],
             scores=[entry for piece in self.scores for entry in piece.entries()],
-            guesses=[list(own) for own in self.guesses],
+            guesses=self.guesses.entries()
+            if isinstance(self.guesses, GuessColumns)
+            else [list(own) for own in self.guesses],
         )
 
 

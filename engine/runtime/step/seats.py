@@ -46,7 +46,8 @@ class Seat:
     edits: Edits = NO_EDITS
     """The edits of its logits. A device makes them from tables of its own, and has none here."""
     gathered: Tensor | None = None
-    """What the rows of its prompt have gathered for its vector (`engine.runtime.step.pooling`)."""
+    """The hidden states that the rows of its prompt have gathered for its vector
+    (`engine.runtime.step.pooling`)."""
 
     @property
     def output_len(self) -> int:

@@ -11,10 +11,15 @@ Rules:
    where another slot may begin (`engine.core.pages.state_pool` says which is where). A copy has every bit.
 3. Places lie where the slots' states do, on a GPU in its memory. There a copy is queued like any other work
    of the step, behind the step that came to the state, and nothing waits for it.
-4. A row that verifies drafts leaves the state behind each of its tokens: behind the first where it found the
-   one before, behind each draft in a *window*, a state that is nobody's. The one behind the last right draft
-   becomes the slot's, by its number (`at`): no state is copied for it, and none is computed again. The others
-   stay as they are until the next step computes, so that a plan may save what the slot has passed.
+4. States lie in *cells*: a slot has one under its number, and behind those each draft of a step has one, a
+   *window*. A row that verifies leaves the state behind its newest token in its slot's cell, and the one
+   behind each draft in the draft's window. Once it is known how many are right, what the first of these cells
+   have is turned round: the slot's has the state behind the last right draft then, and the windows those
+   before it, the newest first. Only numbers move: no state is copied for it, and none is computed again. What
+   the windows have stays until the next step computes, so that a plan may save what the slot has passed.
+5. A CPU knows what is right when it has sampled, and the host has the numbers (`at`). On a device they lie
+   there (`order`), and the step's last kernel turns them (`engine.runtime.kernels.delta_net.turn_windows`):
+   the host knows which cells are whose, and need not know what is in them.
 """
 
 from __future__ import annotations
@@ -22,6 +27,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Final
 
 import torch
@@ -29,6 +35,7 @@ from torch import Tensor
 
 from engine.runtime.models.spec import DecoderSpec, DeltaNet
 from engine.runtime.step.batch import Row
+from engine.runtime.step.protocols import to_device
 
 FLOAT_BYTES: Final = torch.float32.itemsize
 MEASURED_ROUNDS: Final = 3
@@ -45,7 +52,7 @@ class StateGeometry:
 
     layers: tuple[DeltaNet, ...]
     dtype: torch.dtype
-    """Of the convolution's inputs."""
+    """The type of the convolution's inputs."""
 
     @staticmethod
     def of(model: DecoderSpec, dtype: torch.dtype) -> StateGeometry:
@@ -62,7 +69,7 @@ class StateGeometry:
         )
 
     def describe(self, slots: int, places: int, windows: int = 0) -> str:
-        """What is kept for so many slots, snapshots and windows, for the log."""
+        """A sentence for the log on the states of so many slots, snapshots and windows."""
         size = self.slot_bytes
         drafts = f", and {windows} ({windows * size / 1e9:.2f} GB) for drafts" if windows else ""
         return (
@@ -73,25 +80,37 @@ class StateGeometry:
 
 class States:
     """`heads[layer]` is [states, Hv, Dk, Dv] float32, `inputs[layer]` [states, kernel - 1, channels]: layers
-    are counted among those that have a state. Without windows there is one for each slot, under its
-    number."""
+    are counted among those that have a state."""
 
     def __init__(
-        self, geometry: StateGeometry, slots: int, device: torch.device | None = None, windows: int = 0
+        self,
+        geometry: StateGeometry,
+        slots: int,
+        device: torch.device | None = None,
+        windows: int = 0,
+        *,
+        are_real: bool = True,
     ) -> None:
-        """`device`: that of the states; None is torch's default. `windows`: the most drafts of a step."""
-        own, dtype, count = geometry.layers, geometry.dtype, slots + windows
+        """`device`: that of the states; None is torch's default. `windows`: the most drafts of a step.
+        `are_real`: False: windows take no memory, and overwrite states of slots."""
+        own, dtype, cells = geometry.layers, geometry.dtype, slots + windows
+        states = cells if are_real else slots
         self.heads: Final = [
-            torch.zeros(count, net.value_heads, net.key_dim, net.value_dim, device=device) for net in own
+            torch.zeros(states, net.value_heads, net.key_dim, net.value_dim, device=device) for net in own
         ]
         self.inputs: Final = [
-            torch.zeros(count, net.kernel - 1, net.channels, dtype=dtype, device=device) for net in own
+            torch.zeros(states, net.kernel - 1, net.channels, dtype=dtype, device=device) for net in own
         ]
-        self.count: Final = count
-        self.at: Final = list(range(slots))
-        """The state of each slot."""
-        self._windows: dict[int, list[int]] = {}
-        """By slot, of rows that verify in the step that computed last: the states behind their tokens."""
+        self.slots: Final = slots
+        self.at: Final = [cell % states for cell in range(cells)]
+        """The state in each cell, where the host knows it."""
+        self.order: Final = (
+            torch.tensor(self.at, dtype=torch.int32).to(device) if device is not None and windows else None
+        )
+        """The state in each cell on a device, [cells] int32. None: each state is in the cell of its
+        number."""
+        self._cells: dict[int, list[int]] = {}
+        """The cells of the tokens of rows that verify in the step that computed last, by slot."""
         self._kept: list[Tensor] = []
 
     @property
@@ -105,46 +124,61 @@ class States:
 
     def open(self, verifying: Sequence[Row]) -> Mapping[int, Sequence[int]]:
         """Give up the windows of the step before. Returns where each of these rows leaves the states behind
-        its tokens, by slot."""
-        if self._windows or verifying:
-            held = set(self.at)
-            free = (state for state in range(self.count) if state not in held)
-            self._windows = {
-                row.slot: [self.at[row.slot], *(next(free) for _ in range(row.length - 1))]
-                for row in verifying
+        its tokens, by slot, as far as the host knows it."""
+        if self._cells or verifying:
+            window = count(self.slots)
+            self._cells = {
+                row.slot: [row.slot, *(next(window) for _ in range(row.length - 1))] for row in verifying
             }
-        return self._windows
+        return {slot: [self.at[cell] for cell in cells] for slot, cells in self._cells.items()}
 
     def select(self, slot: int, right: int) -> None:
         """Let a slot whose row verified go on behind so many right drafts."""
-        self.at[slot] = self._windows[slot][right]
+        cells = self._cells[slot][: right + 1]
+        for cell, state in zip(cells, [self.at[cell] for cell in reversed(cells)], strict=True):
+            self.at[cell] = state
 
-    def _before(self, slot: int, back: int) -> int:
-        """The state that a slot had so many tokens before its own, if that is there still."""
-        if not back:
-            return self.at[slot]
-        passed = self._windows[slot]
-        own = passed.index(self.at[slot])
-        assert back <= own, f"slot {slot} was not {back} tokens before in its last row"
-        return passed[own - back]
+    def _cell(self, slot: int, back: int) -> int:
+        """The cell of the state that a slot had so many tokens before its own: of those that it passed by
+        right drafts in the step that computed last."""
+        return self._cells[slot][back] if back else slot
 
     def copy(self, saved: Sequence[Saved], restored: Sequence[Restored]) -> None:
         """Copy states from slots to places, then from places to slots."""
         if saved:
-            moves = [(self._before(slot, back), place) for slot, place, back in saved]
-            self._copy(self._own, self._kept, moves)
+            cells = [self._cell(slot, back) for slot, _, back in saved]
+            self._copy(self._own, self._kept, self._in(cells), [place for _, place, _ in saved])
         if restored:
-            self._copy(self._kept, self._own, [(place, self.at[slot]) for place, slot in restored])
+            cells = [slot for _, slot in restored]
+            self._copy(self._kept, self._own, [place for place, _ in restored], self._in(cells))
+
+    def _in(self, cells: Sequence[int]) -> Sequence[int] | Tensor:
+        """The states in these cells, on the device where it alone knows them."""
+        if self.order is None:
+            return [self.at[cell] for cell in cells]
+        return self.order[to_device(cells, self.order.device)]
 
     def _copy(
-        self, sources: Sequence[Tensor], targets: Sequence[Tensor], moves: Sequence[tuple[int, int]]
+        self,
+        sources: Sequence[Tensor],
+        targets: Sequence[Tensor],
+        taken: Sequence[int] | Tensor,
+        left: Sequence[int] | Tensor,
     ) -> None:
-        """Copy what lies at a number in each source to another in each target."""
+        """Copy what lies at these numbers in each source to those in each target."""
+        if self.order is not None:
+            device = self.order.device
+            at, to = (
+                (own if isinstance(own, Tensor) else to_device(own, device)).long() for own in (taken, left)
+            )
+            for source, target in zip(sources, targets, strict=True):
+                target.index_copy_(0, to, source.index_select(0, at))
+            return
         layers = len(self.heads)
         for part in (slice(layers), slice(layers, None)):  # of one type each: few kernels copy all of them
             torch._foreach_copy_(
-                [target[at] for target in targets[part] for _, at in moves],
-                [source[at] for source in sources[part] for at, _ in moves],
+                [target[at] for target in targets[part] for at in left],
+                [source[at] for source in sources[part] for at in taken],
             )
 
     def measure(self) -> float:

@@ -14,8 +14,8 @@ elements (`Rope.order`), what is added to a norm's weight, and matrices that a c
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum
 
 import torch
@@ -36,27 +36,21 @@ class Matrix(Enum):
     GATE_UP = "gate_up"
     DOWN = "down"
     DELTA = "delta"
-    """Of a delta net, all of its inputs: what is convolved, the gate, the strength and the decay of each
-    head."""
+    """The inputs of a delta net: what is convolved, the gate, the strength and the decay of each head."""
 
 
-class NormRole(Enum):
-    """The roles of a layer's norms."""
+class Vector(Enum):
+    """The roles of what is no matrix in a layer: norms, and a delta net's parameters."""
 
-    ATTENTION = "attention_norm"
-    ATTENTION_POST = "attention_post_norm"
-    MLP = "mlp_norm"
-    MLP_POST = "mlp_post_norm"
-    QK = "qk_norm"
-
-
-class DeltaRole(Enum):
-    """The roles of a delta net's parameters that are no matrices."""
-
-    CONV = "conv"
-    RATE = "rate"
-    STEP_BIAS = "step_bias"
-    NORM = "norm"
+    ATTENTION_NORM = "attention_norm"
+    ATTENTION_POST_NORM = "attention_post_norm"
+    MLP_NORM = "mlp_norm"
+    MLP_POST_NORM = "mlp_post_norm"
+    QK_NORM = "qk_norm"
+    DELTA_CONV = "delta_conv"
+    DELTA_RATE = "delta_rate"
+    DELTA_STEP_BIAS = "delta_step_bias"
+    DELTA_NORM = "delta_norm"
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +95,7 @@ class LinearParameters:
         return self._ordered(weight), self._bias(source)
 
     def read_fp8(self, source: WeightSource, device: torch.device) -> tuple[Fp8Weight, Tensor | None]:
-        """The same part, on the device and in fp8: as the checkpoint stores it, or else rounded on the
-        device."""
+        """The part on the device and in fp8: as the checkpoint stores it, or else rounded on the device."""
         held = None
         if isinstance(source, Fp8Source):
             held = source.stack_fp8(self._weights, self.rows, self.columns, part=self.part)
@@ -134,49 +127,32 @@ class LinearParameters:
 
 
 @dataclass(frozen=True, slots=True)
-class NormParameters:
-    """Weights of norms, one behind the other."""
+class VectorParameters:
+    """Tensors that are no matrices of products, one behind the other."""
 
     names: tuple[str, ...]
-    sizes: tuple[int, ...]
-    """The size of each, whole."""
-    offset: float
+    rows: tuple[int, ...]
+    """The rows of each, whole."""
     part: TensorPart
+    columns: tuple[int, ...] = ()
     order: HeadOrder | None = None
+    held: Callable[[Tensor], Tensor] = lambda stored: stored
+    """Makes what networks hold of what is stored."""
 
     def read(self, source: WeightSource) -> Tensor:
-        """The factors of what is normed, [sum of sizes]: float32 with an offset, else in the source's
-        type."""
-        weight = source.stack(self.names, self.sizes, part=self.part)
+        """The rank's part, as networks hold it."""
+        stacked = source.stack(self.names, self.rows, *self.columns, part=self.part)
         if self.order is not None:
-            weight = weight[self.order.rows(len(weight), weight.device)]
-        return weight.float() + self.offset if self.offset else weight
-
-
-@dataclass(frozen=True, slots=True)
-class DeltaParameters:
-    """A parameter of a delta net that is no matrix: one number, or one filter, for each of its rows."""
-
-    name: str
-    size: int
-    """The stored rows."""
-    columns: tuple[int, ...]
-    spans: tuple[Span, ...]
-    """The rank's rows."""
-
-    def read(self, source: WeightSource) -> Tensor:
-        """[rank's rows, *columns], float32"""
-        names, sizes = [self.name] * len(self.spans), [self.size] * len(self.spans)
-        return source.stack(names, sizes, *self.columns, part=TensorPart(self.spans)).float()
+            stacked = stacked[self.order.rows(len(stacked), stacked.device)]
+        return self.held(stacked)
 
 
 @dataclass(frozen=True, slots=True)
 class LayerParameters:
-    """Those that a layer has, in the order in which it uses them."""
+    """A layer's parameters, in the order in which it uses them."""
 
     matrices: dict[Matrix, LinearParameters]
-    norms: dict[NormRole, NormParameters]
-    delta: dict[DeltaRole, DeltaParameters]
+    vectors: dict[Vector, VectorParameters]
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,13 +169,13 @@ class DeltaWeights:
     """[Dv]"""
 
     @staticmethod
-    def read(parameters: Mapping[DeltaRole, DeltaParameters], source: WeightSource) -> DeltaWeights:
-        read = {role: each.read(source) for role, each in parameters.items()}
-        conv, rate = read[DeltaRole.CONV][:, 0].T.contiguous(), read[DeltaRole.RATE].exp()
-        return DeltaWeights(conv, rate, read[DeltaRole.STEP_BIAS], read[DeltaRole.NORM])
-
-    def to(self, device: torch.device) -> DeltaWeights:
-        return DeltaWeights(*(getattr(self, own.name).to(device) for own in fields(self)))
+    def of(vectors: Mapping[Vector, Tensor]) -> DeltaWeights:
+        return DeltaWeights(
+            vectors[Vector.DELTA_CONV],
+            vectors[Vector.DELTA_RATE],
+            vectors[Vector.DELTA_STEP_BIAS],
+            vectors[Vector.DELTA_NORM],
+        )
 
 
 def layer_parameters(decoder: DecoderSpec, index: int, shard: Shard = WHOLE) -> LayerParameters:
@@ -229,9 +205,9 @@ def layer_parameters(decoder: DecoderSpec, index: int, shard: Shard = WHOLE) -> 
             (at + module,), (hidden,), columns, bias and is_first, TensorPart(columns=span)
         )
 
-    delta: dict[DeltaRole, DeltaParameters] = {}
+    vectors = _norms(decoder, index)
     if isinstance(attention, DeltaNet):
-        delta = _delta(attention, names, at, shard)
+        vectors |= _delta(attention, names, at, shard)
         modules, rows, spans = _delta_inputs(attention, names, shard)
         matrices = {
             Matrix.DELTA: stacked(modules, rows, spans, bias=False),
@@ -240,16 +216,18 @@ def layer_parameters(decoder: DecoderSpec, index: int, shard: Shard = WHOLE) -> 
             ),
         }
     else:
-        dim, count = attention.head_dim, attention.heads
+        dim, count, order = attention.head_dim, attention.heads, _order(attention, shard)
+        if attention.qk_norm is not None:
+            vectors[Vector.QK_NORM] = _qk_norm(decoder, attention, at, shard, order)
         rows, spans = _qkv(attention, shard)
         matrices = {
-            Matrix.QKV: stacked(names.qkv, rows, spans, attention.bias, _order(decoder, index, shard)),
+            Matrix.QKV: stacked(names.qkv, rows, spans, attention.bias, order),
             Matrix.OUTPUT: back(names.output, count * dim, shard.span(count, dim), attention.out_bias),
         }
     up = [inner] * (2 if mlp.gated else 1)
     matrices[Matrix.GATE_UP] = stacked(names.gate_up, up, [shard.span(inner)] * len(up), mlp.bias)
     matrices[Matrix.DOWN] = back(names.down, inner, shard.span(inner), mlp.bias)
-    return LayerParameters(matrices, _norms(decoder, index, shard), delta)
+    return LayerParameters(matrices, vectors)
 
 
 def _qkv(attention: Attention, shard: Shard) -> tuple[tuple[int, ...], tuple[Span, ...]]:
@@ -277,46 +255,80 @@ def _delta_inputs(
     return (mixed, mixed, mixed, *others), sizes, spans
 
 
-def _delta(delta: DeltaNet, names: Names, at: str, shard: Shard) -> dict[DeltaRole, DeltaParameters]:
-    channels, heads = _channel_spans(delta, shard), (shard.span(delta.value_heads),)
-    of_norm: tuple[Span, ...] = ((0, delta.value_dim),)
+def _delta(delta: DeltaNet, names: Names, at: str, shard: Shard) -> dict[Vector, VectorParameters]:
+    heads = (shard.span(delta.value_heads),)
+
+    def own(
+        name: str,
+        size: int,
+        spans: tuple[Span, ...],
+        *columns: int,
+        held: Callable[[Tensor], Tensor] = Tensor.float,
+    ) -> VectorParameters:
+        count = len(spans)
+        return VectorParameters((at + name,) * count, (size,) * count, TensorPart(spans), columns, held=held)
+
     return {
-        DeltaRole.CONV: DeltaParameters(at + names.delta_conv, delta.channels, (1, delta.kernel), channels),
-        DeltaRole.RATE: DeltaParameters(at + names.delta_rate, delta.value_heads, (), heads),
-        DeltaRole.STEP_BIAS: DeltaParameters(at + names.delta_step_bias, delta.value_heads, (), heads),
-        DeltaRole.NORM: DeltaParameters(at + names.delta_norm, delta.value_dim, (), of_norm),
+        Vector.DELTA_CONV: own(
+            names.delta_conv,
+            delta.channels,
+            _channel_spans(delta, shard),
+            *(1, delta.kernel),
+            held=lambda conv: conv.float()[:, 0].T.contiguous(),
+        ),
+        Vector.DELTA_RATE: own(
+            names.delta_rate, delta.value_heads, heads, held=lambda rate: rate.float().exp()
+        ),
+        Vector.DELTA_STEP_BIAS: own(names.delta_step_bias, delta.value_heads, heads),
+        Vector.DELTA_NORM: own(names.delta_norm, delta.value_dim, ((0, delta.value_dim),)),
     }
 
 
-def _norms(decoder: DecoderSpec, index: int, shard: Shard) -> dict[NormRole, NormParameters]:
-    layer, names, at = decoder.layers[index], decoder.names, f"{decoder.names.layers}.{index}."
-    attention, hidden, offset = layer.attention, decoder.hidden_size, decoder.norm.offset
-    found = {}
-    for role, name, places in (
-        (NormRole.ATTENTION, names.attention_norm, ("before", "both", "parallel")),
-        (NormRole.ATTENTION_POST, names.attention_post_norm, ("behind", "both")),
-        (NormRole.MLP, names.mlp_norm, ("before", "both")),
-        (NormRole.MLP_POST, names.mlp_post_norm, ("behind", "both")),
-    ):
-        if layer.norms in places:
-            found[role] = NormParameters((f"{at}{name}.weight",), (hidden,), offset, TensorPart())
-    if isinstance(attention, Attention) and attention.qk_norm is not None:
-        counts = (attention.heads, attention.kv_heads) if attention.qk_norm == "width" else (1, 1)
-        dim, is_wide = attention.head_dim, attention.qk_norm == "width"
-        spans = tuple(shard.span(count, dim) if is_wide else (0, dim) for count in counts)
-        order = _order(decoder, index, shard)
-        if order is not None and not is_wide:
-            order = HeadOrder(2, order.elements)
-        weights = tuple(f"{at}{name}.weight" for name in names.qk_norm)
-        sizes = tuple(count * dim for count in counts)
-        found[NormRole.QK] = NormParameters(weights, sizes, offset, TensorPart(spans), order)
-    return found
+def _norm(decoder: DecoderSpec, name: str) -> VectorParameters:
+    """The factors of what is normed, [hidden]: float32 with an offset, else in the source's type."""
+    return VectorParameters((name,), (decoder.hidden_size,), TensorPart(), held=_factors(decoder))
 
 
-def _order(decoder: DecoderSpec, index: int, shard: Shard) -> HeadOrder | None:
+def _factors(decoder: DecoderSpec) -> Callable[[Tensor], Tensor]:
+    offset = decoder.norm.offset
+    return lambda weight: weight.float() + offset if offset else weight
+
+
+def _norms(decoder: DecoderSpec, index: int) -> dict[Vector, VectorParameters]:
+    """The norms around the layer's blocks."""
+    names, placing = decoder.names, decoder.layers[index].norms
+    return {
+        role: _norm(decoder, f"{names.layers}.{index}.{name}.weight")
+        for role, name, placings in (
+            (Vector.ATTENTION_NORM, names.attention_norm, ("before", "both", "parallel")),
+            (Vector.ATTENTION_POST_NORM, names.attention_post_norm, ("behind", "both")),
+            (Vector.MLP_NORM, names.mlp_norm, ("before", "both")),
+            (Vector.MLP_POST_NORM, names.mlp_post_norm, ("behind", "both")),
+        )
+        if placing in placings
+    }
+
+
+def _qk_norm(
+    decoder: DecoderSpec, attention: Attention, at: str, shard: Shard, order: HeadOrder | None
+) -> VectorParameters:
+    """The norms of queries and of keys: of one head each, or of all of the rank's."""
+    is_wide, dim = attention.qk_norm == "width", attention.head_dim
+    counts = (attention.heads, attention.kv_heads) if is_wide else (1, 1)
+    spans = tuple(shard.span(count, dim) if is_wide else (0, dim) for count in counts)
+    if order is not None and not is_wide:
+        order = HeadOrder(2, order.elements)
+    return VectorParameters(
+        tuple(f"{at}{name}.weight" for name in decoder.names.qk_norm),
+        tuple(count * dim for count in counts),
+        TensorPart(spans),
+        order=order,
+        held=_factors(decoder),
+    )
+
+
+def _order(attention: Attention, shard: Shard) -> HeadOrder | None:
     """The order of the rank's heads of queries and keys."""
-    attention = decoder.layers[index].attention
-    assert isinstance(attention, Attention)
     elements = None if attention.rope is None else attention.rope.order(attention.head_dim)
     if elements is None and not attention.output_gate:
         return None
@@ -330,10 +342,8 @@ def read_embedding(decoder: DecoderSpec, source: WeightSource) -> Tensor:
     return source.stack([decoder.names.embedding], [decoder.vocab_size], decoder.hidden_size)
 
 
-def final_norm(decoder: DecoderSpec) -> NormParameters:
-    """[hidden]"""
-    names, sizes = (decoder.names.final_norm,), (decoder.hidden_size,)
-    return NormParameters(names, sizes, decoder.norm.offset, TensorPart())
+def final_norm(decoder: DecoderSpec) -> VectorParameters:
+    return _norm(decoder, decoder.names.final_norm)
 
 
 def read_lm_head(decoder: DecoderSpec, source: WeightSource, shard: Shard, embedding: Tensor) -> Tensor:
@@ -352,24 +362,15 @@ def read_lm_head(decoder: DecoderSpec, source: WeightSource, shard: Shard, embed
     return F.pad(head, (0, 0, 0, missing)) if missing else head
 
 
-@dataclass(frozen=True, slots=True)
-class MtpParameters:
-    """What the MTP layer has before it: the norms of the next token's embedding and of the hidden state, and
-    the matrix that makes one of both."""
-
-    embedding_norm: NormParameters
-    hidden_norm: NormParameters
-    matrix: LinearParameters
-
-    @staticmethod
-    def of(decoder: DecoderSpec) -> MtpParameters:
-        at, hidden = decoder.names.mtp, decoder.hidden_size
-
-        def norm(name: str) -> NormParameters:
-            return NormParameters((f"{at}.{name}.weight",), (hidden,), decoder.norm.offset, TensorPart())
-
-        matrix = LinearParameters((f"{at}.fc",), (hidden,), 2 * hidden, bias=False, part=TensorPart())
-        return MtpParameters(norm("pre_fc_norm_embedding"), norm("pre_fc_norm_hidden"), matrix)
+def mtp_parameters(decoder: DecoderSpec) -> tuple[VectorParameters, VectorParameters, LinearParameters]:
+    """The parameters before the MTP layer: the norms of the next token's embedding and of the hidden state,
+    and the matrix that makes one of both."""
+    at, hidden = decoder.names.mtp, decoder.hidden_size
+    matrix = LinearParameters((f"{at}.fc",), (hidden,), 2 * hidden, bias=False, part=TensorPart())
+    of_embedding, of_hidden = (
+        _norm(decoder, f"{at}.pre_fc_norm_{name}.weight") for name in ("embedding", "hidden")
+    )
+    return of_embedding, of_hidden, matrix
 
 
 def read_all(decoder: DecoderSpec, source: WeightSource) -> None:
@@ -378,8 +379,7 @@ def read_all(decoder: DecoderSpec, source: WeightSource) -> None:
     _read_layers(decoder, source)
     read_lm_head(decoder, source, WHOLE, embedding)
     if decoder.mtp is not None:
-        before = MtpParameters.of(decoder)
-        for each in (before.embedding_norm, before.hidden_norm, before.matrix):
+        for each in mtp_parameters(decoder):
             each.read(source)
         _read_layers(decoder.mtp_body, source)
 
@@ -390,8 +390,6 @@ def _read_layers(decoder: DecoderSpec, source: WeightSource) -> None:
         own = layer_parameters(decoder, index)
         for matrix in own.matrices.values():
             matrix.read(source)
-        for norm in own.norms.values():
-            norm.read(source)
-        for other in own.delta.values():
-            other.read(source)
+        for vector in own.vectors.values():
+            vector.read(source)
     final_norm(decoder).read(source)

@@ -53,7 +53,7 @@ class OutputReasoning(Unshown, tag_field="type", tag="reasoning", kw_only=True):
     content: list[ReasoningText]
     """The reasoning, where none was."""
     encrypted_content: str | UnsetType = UNSET
-    """The same once more, with `include`: what may be sent back in place of the others."""
+    """The reasoning once more, with `include`: what may be sent back in place of the others."""
 
 
 class OutputFunctionCall(Unshown, tag_field="type", tag="function_call", kw_only=True):
@@ -168,7 +168,7 @@ _UNSAID: Final[Mapping[str, Any]] = {
     "reasoning": Raw(b'{"effort":null,"summary":null}'),
     "text": Raw(b'{"format":{"type":"text"}}'),
 }
-"""What a response has for fields that its request does not have."""
+"""The values of a response for fields that its request does not have."""
 
 
 def outline(sent: Mapping[str, Any] | None = None) -> ResponseObject:

@@ -46,7 +46,7 @@ _NOT_TAKEN: Final = {
     "item_reference": "no item is kept by its id; send the item itself",
     "input_file": "files are not read; send their text",
 }
-"""What is said of types that callers may expect, beside their name."""
+"""A hint for types that callers may expect, beside their name."""
 
 
 class InputMessages(Struct, frozen=True):
@@ -155,7 +155,7 @@ class _Reader:
             self.places.append(turn.place)
 
     def _content(self, content: Said, where: str) -> str | list[ContentPart]:
-        """What is said to the model, in its parts."""
+        """The content of a message, in its parts."""
         if content is None:
             raise _required(where)
         if isinstance(content, str):

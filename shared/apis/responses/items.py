@@ -13,7 +13,7 @@ from msgspec import UNSET, Meta, Raw, UnsetType
 from shared.wire.shapes import MESSAGES_MAX, Unshown
 
 REASONING_MARK: Final = "penstock:reasoning:"
-"""What stands before the text in an `encrypted_content` of ours. It hides nothing: the answer tells the same
+"""The mark before the text in an `encrypted_content` of ours. It hides nothing: the answer tells the same
 text. Clients that keep no state at the server send it back, where they leave out the text."""
 
 
@@ -60,7 +60,7 @@ class InputItem(Unshown, omit_defaults=True):
     input: str | None = None
     """The text that a custom tool is called with."""
     output: str | Parts | None = None
-    """What a call brought."""
+    """The result of a call."""
     summary: Parts | None = None
     """The summary of reasoning."""
     encrypted_content: str | None = None

@@ -1,4 +1,4 @@
-"""What a response repeats of its request, and how its items are to be told.
+"""The fields of its request that a response repeats, and how its items are to be told.
 
 What is repeated is copied out of the request's body, which nothing holds any more when the answer is written.
 """
@@ -43,7 +43,7 @@ class RepeatedRequest(Struct, frozen=True):
 
 
 def repeated(request: ResponsesRequest, fields: Mapping[str, Raw]) -> RepeatedRequest:
-    """What answers repeat of a request that was checked. `fields` are those of its body."""
+    """The part of a checked request that its answers repeat. `fields` are those of its body."""
     sent = {name: Raw(bytes(fields[name])) for name in _AS_SENT if fields.get(name, _NULL) != _NULL}
     if request.tools:
         tools = _objects(fields["tools"])

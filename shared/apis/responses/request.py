@@ -51,7 +51,7 @@ _OF_OTHERS: Final = frozenset(
         "message.input_image.image_url",
     }
 )
-"""What can be included of items that no answer here has."""
+"""The values of `include` for items that no answer here has."""
 _INCLUDED_MAX: Final = 16
 ID_LEN_MAX: Final = 256
 _NULL: Final = Raw(b"null")
@@ -246,7 +246,7 @@ class ResponsesRequest(GenerationRequest, kw_only=True, dict=True):
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
     include: Annotated[list[str], Meta(max_length=_INCLUDED_MAX)] | None = None
-    """What is told beside: `reasoning.encrypted_content`, `message.output_text.logprobs`."""
+    """Asks for more to be told: `reasoning.encrypted_content`, `message.output_text.logprobs`."""
     top_logprobs: Annotated[int, Meta(ge=0, le=LOGPROBS_MAX)] | None = None
     presence_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] | None = None
     frequency_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] | None = None
@@ -255,7 +255,7 @@ class ResponsesRequest(GenerationRequest, kw_only=True, dict=True):
     stream_options: ResponsesStreamOptions | None = None
 
     store: bool | None = None
-    """Whether the response is kept, for those that a gateway keeps. True where it is not said."""
+    """True if the response is to be kept, where a gateway keeps any. True where it is not said."""
     previous_response_id: Annotated[str, Meta(min_length=1, max_length=ID_LEN_MAX)] | None = None
     """A response that is kept, whose conversation this one goes on with."""
 

@@ -1,4 +1,4 @@
-"""What is told of responses that are kept: their deletion, the items of their input, and their events."""
+"""The answers about responses that are kept: their deletion, the items of their input, and their events."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def not_kept(id_: str, why: str = "") -> NotFound:
 
 
 class DeletedResponse(Struct):
-    """That a response is not kept any more."""
+    """Says that a response is not kept any more."""
 
     id: str
     object: Literal["response"] = "response"

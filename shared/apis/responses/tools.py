@@ -98,9 +98,9 @@ class OfferedTools(Struct, frozen=True):
     """The tools of one request."""
 
     told: tuple[FunctionTool, ...] = ()
-    """Those that the model is told of."""
+    """The tools that the model is told of."""
     asked: tuple[FunctionTool, ...] = ()
-    """The same, with how their arguments are to be held."""
+    """The tools of `told`, with how their arguments are to be held."""
     places: tuple[str, ...] = ()
     """The places of their schemas in the request. Empty where that is none of the caller's."""
     called: Mapping[str, Called] = {}
@@ -192,7 +192,7 @@ def _is_free(given: Raw | UnsetType) -> bool:
 
 
 class Choosing(Struct, frozen=True):
-    """What a request's choice of tools comes to."""
+    """The meaning of a request's choice of tools."""
 
     choice: ToolChoice
     allowed: frozenset[str] | None = None

@@ -6,9 +6,10 @@ one does. The tokens must be equal. A gap is the time between two events of a st
 several tokens at times. What is measured is decoding: all prompts are computed beforehand and found in the
 prefix cache, and a rate counts from a turn's first token to its last.
 
-With `--against` a third engine takes turns with them, of another make and with drafts of its own: it has the
-same checkpoint, the same prompts as token ids and the same lengths. What it samples is its own; its tokens
-are those of its usage. `tests.bench.against_vllm --drafts` starts one."""
+With `--against` engines of other makes take turns with them, each with drafts of its own: they have the same
+checkpoint, the same prompts as token ids and the same lengths. Their tokens are those of their usage, and
+their answers are compared with those that were learned. All are greedy then: vLLM's CPU build says other
+things once it verifies drafts of an answer that is sampled. `tests.bench.against_drafts` starts them."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ import itertools
 import re
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import msgspec
@@ -35,6 +36,7 @@ STREAMS: Final = (1, 8, 32)
 TURNS: Final = {1: 8, 8: 5, 32: 3}
 TURNS_OTHERWISE: Final = 3
 TEMPERATURE: Final = 0.1
+"""Where no engine of another make takes part."""
 OFF: Final = ("--max-drafts", "0")
 OURS: Final = 2
 """The first of the engines side by side."""
@@ -43,11 +45,14 @@ TARGETS: Final[dict[tuple[str, int], Target]] = {
     ("edits", 8): at_least(1.5),
     **{("prose", streams): at_least(0.98) for streams in STREAMS},
 }
+AHEAD: Final = at_least(1)
+"""Beside another make."""
 GAP_TARGET: Final = at_most(100.0)
 """The default of `--gap-target-ms`."""
 
 
 class _Choice(msgspec.Struct):
+    text: str = ""
     token_ids: list[int] = []
 
 
@@ -61,11 +66,24 @@ class _Event(msgspec.Struct):
 
 
 @dataclass(frozen=True, slots=True)
+class Wanted:
+    """What is measured: kinds of texts, each at several numbers of streams."""
+
+    kinds: Sequence[str] = tuple(KINDS)
+    streams: Sequence[int] = STREAMS
+    turns: int | None = None
+    """None: by the streams."""
+
+
+@dataclass(frozen=True, slots=True)
 class Question:
-    """A prompt, and the length of the answer that was learned."""
+    """A prompt, and the answer that was learned."""
 
     prompt: list[int]
+    answer: str
     answer_len: int
+    """In tokens."""
+    temperature: float
 
 
 @dataclass(slots=True)
@@ -77,43 +95,48 @@ class Side:
     gaps_ms: list[float] = field(default_factory=list)
     drafted: float = 0.0
     accepted: float = 0.0
+    unlearned: int = 0
+    """Answers other than those that were learned."""
 
 
 async def draft_figures(
-    options: Sequence[str], many: Sequence[int] = STREAMS, other: Server | None = None
+    options: Sequence[str], wanted: Wanted, others: Sequence[Server] = ()
 ) -> list[Figure]:
-    """The figures of all kinds of texts and numbers of streams. `other` is an engine of another make. Raises
-    `BenchFailed`."""
+    """The figures of what is wanted. `others` are engines of other makes. Raises `BenchFailed`."""
     model = folder()
     if not is_made(model):
         raise BenchFailed(f"no model in {model}: make it by `python -m tests.bench.draft_model`")
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     figures: list[Figure] = []
     async with engine(str(model), options) as drafting, engine(str(model), [*options, *OFF]) as plain:
-        servers = (drafting, plain) if other is None else (drafting, plain, other)
-        for kind in KINDS:
-            questions = _questions(kind, tokenizer)
+        servers = (drafting, plain, *others)
+        for kind in wanted.kinds:
+            questions = _questions(kind, tokenizer, 0.0 if others else TEMPERATURE)
             for at, server in enumerate(servers):
                 with alone(server, servers):
-                    first = [Question(each.prompt, 2) for each in questions]
+                    first = [replace(each, answer_len=2) for each in questions]
                     await _turn(server, first, 0, Side(), is_ours=at < OURS)
-            for streams in many:
-                figures += await _in_turns(servers, kind, questions, streams)
+            for streams in wanted.streams:
+                turns = wanted.turns or TURNS.get(streams, TURNS_OTHERWISE)
+                figures += await _in_turns(servers, kind, questions, streams, turns)
     return figures
 
 
-def _questions(kind: str, tokenizer: Tokenizer) -> list[Question]:
+def _questions(kind: str, tokenizer: Tokenizer, temperature: float) -> list[Question]:
+    def ids(text: str) -> list[int]:
+        return list(tokenizer.encode(text).ids)
+
     return [
-        Question(tokenizer.encode(prompt(question)).ids, len(tokenizer.encode(answer).ids))
+        Question(ids(prompt(question)), answer, len(ids(answer)), temperature)
         for question, answer in texts(kind)
     ]
 
 
 async def _in_turns(
-    servers: Sequence[Server], kind: str, questions: Sequence[Question], streams: int
+    servers: Sequence[Server], kind: str, questions: Sequence[Question], streams: int, turns: int
 ) -> list[Figure]:
     sides, differing = [Side() for _ in servers], 0
-    for turn in range(TURNS.get(streams, TURNS_OTHERWISE) + 1):
+    for turn in range(turns + 1):
         first = turn * streams % len(questions)
         asked = [questions[(first + at) % len(questions)] for at in range(streams)]
         answers: dict[int, list[list[int]]] = {}
@@ -125,7 +148,8 @@ async def _in_turns(
         differing += sum(a != b for a, b in zip(answers[0], answers[1], strict=True))
     name = f"drafts, {kind}, {streams} stream{'s' if streams > 1 else ''}"
     figures = _figures(name, TARGETS.get((kind, streams)), *sides[:OURS])
-    figures += [one for theirs in sides[OURS:] for one in _beside(name, sides[0], theirs)]
+    for server, theirs in zip(servers[OURS:], sides[OURS:], strict=True):
+        figures += _beside(f"{name}: {server.name}", sides[0], theirs)
     return [*figures, figure(f"{name}: answers that differ", differing, "", at_most(0))]
 
 
@@ -139,6 +163,7 @@ def _figures(name: str, target: Target | None, drafting: Side, plain: Side) -> l
         figure(f"{name}: gap p99 without", quantile(plain.gaps_ms, 0.99), "ms"),
         figure(f"{name}: drafted", drafting.drafted, "tokens"),
         figure(f"{name}: accepted", drafting.accepted, "tokens"),
+        figure(f"{name}: answers not as learned", drafting.unlearned, ""),
     ]
 
 
@@ -146,9 +171,10 @@ def _beside(name: str, ours: Side, theirs: Side) -> list[Figure]:
     """The figures of an engine of another make."""
     ratio = statistics.median(a / b for a, b in zip(ours.rates, theirs.rates, strict=True))
     return [
-        figure(f"{name}: tokens/s of the other engine", statistics.median(theirs.rates), "/s"),
-        figure(f"{name}: with drafts / the other engine", ratio, "x"),
-        figure(f"{name}: gap p99 of the other engine", quantile(theirs.gaps_ms, 0.99), "ms"),
+        figure(f"{name}tokens/s with drafts", statistics.median(theirs.rates), "/s"),
+        figure(f"{name}tokens/s with drafts, ours / theirs", ratio, "x", AHEAD),
+        figure(f"{name}gap p99 with drafts", quantile(theirs.gaps_ms, 0.99), "ms"),
+        figure(f"{name}answers not as learned", theirs.unlearned, ""),
     ]
 
 
@@ -164,6 +190,8 @@ async def _turn(
     times = [exchange.event_times for exchange in done]
     took_s = max(each[-1] for each in times) - min(each[0] for each in times)
     into.rates.append(sum(map(len, tokens) if is_ours else map(_used, done)) / took_s)
+    answers = [_text(exchange) for exchange in done]
+    into.unlearned += sum(each.answer != text for each, text in zip(asked, answers, strict=True))
     into.gaps_ms += (1e3 * (b - a) for each in times for a, b in itertools.pairwise(each))
     if not is_ours:
         return tokens
@@ -178,7 +206,7 @@ async def _asked(server: Server, question: Question, seed: int, *, is_ours: bool
         "model": server.model,
         "prompt": question.prompt,
         "max_tokens": question.answer_len,
-        "temperature": TEMPERATURE,
+        "temperature": question.temperature,
         "seed": seed,
         "stream": True,
     }
@@ -202,6 +230,10 @@ def _used(exchange: TimedRequest) -> int:
 def _tokens(exchange: TimedRequest) -> list[int]:
     events = _events(exchange)
     return [token for event in events for choice in event.choices for token in choice.token_ids]
+
+
+def _text(exchange: TimedRequest) -> str:
+    return "".join(choice.text for event in _events(exchange) for choice in event.choices)
 
 
 async def _drafts(server: Server) -> tuple[float, float]:

@@ -15,13 +15,21 @@ one ends:
 The device is a calendar and no thread: a thread would have to wait for Python's lock, which no real device
 does. The measurement is of the host: all its work for a step, up to the bytes that go to the API process.
 Both loops take turns in one run.
+
+Where streams draft (`engine.core.step.drafting`, rule 4) there is a third loop, the overlapped one without
+drafts. A token that the device draws is what the streams said before, by a share of `RIGHT`, or a new one: so
+many drafts are right. The overlapped loop has to be about as good as the better of the others: as the plain
+one where drafts gain much, which waits for the newest tokens before each plan, and as the one without drafts
+where they gain less than the host's time.
 """
 
 from __future__ import annotations
 
+import itertools
+import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -37,12 +45,13 @@ from engine.contract.messages import (
     SamplingParams,
     StepOutput,
     StopCore,
+    TimedStep,
 )
 from engine.core.loop import CoreLoop
 from engine.core.queue.newcomers import AddSequence
 from engine.core.scheduler_config import SchedulerConfig
 from tests.bench.engine.core_window import alone
-from tests.bench.figures import Figure, at_most, figure
+from tests.bench.figures import Figure, at_least, at_most, figure
 
 DEVICE_STEP_S: Final = 5e-3
 """The time of a step, in seconds: about that of a decode step of an 8B model on an H200."""
@@ -53,13 +62,30 @@ ROUNDS: Final = (False, True, True, False)
 """True if steps overlap, by round."""
 PAGE_SIZE: Final = 64
 IDLE_SHARE_MAX: Final = 0.02
+DRAFT_S: Final = 30e-6
+"""What a token more adds to a step, in seconds: of an 8B model on an H200, by its 16 GFLOP."""
+DRAFTS_MAX: Final = 15
+DRAFTING: Final = (1, 8, 32)
+"""Sequences that draft."""
+RIGHT: Final = (0.95, 0.8, 0.6)
+LOOPS: Final = {
+    "plain": (False, DRAFTS_MAX),
+    "overlapped": (True, DRAFTS_MAX),
+    "overlapped without drafts": (True, 0),
+}
+"""Whether steps overlap, and the drafts of a row."""
+DRAFTING_ROUNDS: Final = (*LOOPS, *reversed(LOOPS))
+TIMED: Final = (([64], [1]), ([512], [1]), ([64] * 8, [1] * 8), ([64], [16]), ([512], [16]), ([0], [64]))
+"""The positions and lengths of steps that a runner would have timed while warming up."""
+NEAR: Final = 0.95
 
 
 @dataclass(slots=True)
 class Device:
-    """A runner that computes nothing and takes `DEVICE_STEP_S` for each step."""
+    """A runner that computes nothing: it takes `DEVICE_STEP_S` for a step, and `DRAFT_S` for each draft."""
 
     info: RunnerInfo
+    tokens: Iterator[int] = field(default_factory=lambda: itertools.repeat(0))
     now: Callable[[], float] = time.perf_counter
     sleep: Callable[[float], None] = time.sleep
     busy_until: float = 0.0
@@ -72,8 +98,9 @@ class Device:
         if self.steps:
             self.idle_s += max(0.0, now - self.busy_until)
         self.steps += 1
-        self.busy_until = max(now, self.busy_until) + DEVICE_STEP_S
-        return Step(self, self.busy_until, RunResult([0] * plan.sampled, [], []))
+        drafts_s = DRAFT_S * sum(map(len, plan.drafts))
+        self.busy_until = max(now, self.busy_until) + DEVICE_STEP_S + drafts_s
+        return Step(self, self.busy_until, RunResult([*itertools.islice(self.tokens, plan.sampled)], [], []))
 
     @property
     def idle_share(self) -> float:
@@ -135,9 +162,45 @@ def serve(device: Device, sequences: int, *, overlap: bool) -> None:
     CoreLoop(device, clients, clients, config, overlap=overlap).run()
 
 
-def run() -> list[Figure]:
-    """Measure, and return the figures; takes about fifteen seconds."""
+def repeating(share: float) -> Iterator[int]:
+    """Noughts, by this share, and new tokens."""
+    rng = random.Random(0)
+    return (0 if rng.random() < share else new for new in itertools.count(1))
+
+
+def drafted_rate(sequences: int, share: float, *, overlap: bool, drafts_max: int) -> float:
+    """The tokens per second of sequences that draft."""
+    timed = [
+        TimedStep(positions, lengths, DEVICE_STEP_S + DRAFT_S * (sum(lengths) - len(lengths)))
+        for positions, lengths in TIMED
+    ]
+    known = msgspec.structs.replace(info(sequences), drafts_max=drafts_max, timed_steps=tuple(timed))
+    device = Device(known, repeating(share))
+    began_at = device.now()
+    serve(device, sequences, overlap=overlap)
+    return sequences * OUTPUT_LEN / (device.now() - began_at)
+
+
+def run_drafts() -> list[Figure]:
+    """The figures of streams that draft, by the share of drafts that is right; takes about half a minute."""
     found = []
+    for sequences, share in itertools.product(DRAFTING, RIGHT):
+        rates: dict[str, list[float]] = {loop: [] for loop in LOOPS}
+        for loop in DRAFTING_ROUNDS:
+            overlap, drafts_max = LOOPS[loop]
+            rates[loop].append(drafted_rate(sequences, share, overlap=overlap, drafts_max=drafts_max))
+        of = {loop: statistics.mean(own) for loop, own in rates.items()}
+        name = f"overlap, {sequences} that draft, {share:.0%} right"
+        found += [figure(f"{name}: {loop}", rate, "tokens/s") for loop, rate in of.items()]
+        better = max(rate for loop, rate in of.items() if loop != "overlapped")
+        near = of["overlapped"] / better
+        found.append(figure(f"{name}: overlapped / the better of the others", near, "x", at_least(NEAR)))
+    return found
+
+
+def run() -> list[Figure]:
+    """Measure, and return the figures; takes about three quarters of a minute."""
+    found = run_drafts()
     for sequences in SEQUENCES:
         shares: dict[bool, list[float]] = {False: [], True: []}
         for overlap in ROUNDS:

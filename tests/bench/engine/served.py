@@ -1,9 +1,9 @@
 """`python -m tests.bench engine`: tokens/s, time to first token and gap between tokens of an engine.
 
 Without `--url` it starts an engine of its own on a free port; with it, any OpenAI-compatible server is
-measured the same way. With `--against` the same load runs on a second server, piece by piece in turns
+measured the same way. With `--against` the same load runs on further servers, piece by piece in turns
 (A B A B), because machines are noisy: the ratios are what to compare. Whose turn it is not is stopped, where
-its process is known (`--against-pid`), so that nobody's way to wait costs the other.
+its process is known (`--against-pid`), so that nobody's way to wait costs another.
 
 Rows: `load` is the streams, `beside` a long prompt that arrives beside eight running streams, `deadline` the
 longest prompt beside them whose first token is of use for a limited time, `idle` the CPU time of an engine
@@ -32,7 +32,8 @@ from collections.abc import AsyncIterator, Sequence, Set
 from typing import Final
 
 from tests.bench.client import ApiServer
-from tests.bench.engine.drafts import draft_figures
+from tests.bench.draft_texts import KINDS
+from tests.bench.engine.drafts import Wanted, draft_figures
 from tests.bench.engine.interference import DEADLINE_FACTORS, Beside, Ending, beside, with_deadlines
 from tests.bench.engine.interference import STREAMS as BESIDE_STREAMS
 from tests.bench.engine.load import BenchFailed, Load, Sample, Server, alone, measure, warm_up
@@ -60,6 +61,7 @@ ROWS: Final = (
 OWN_ROWS: Final = frozenset({"tiers", "structured", "drafts"})
 """Those that start what they measure."""
 USUAL_ROWS: Final = ("load", "beside", "idle", "memory")
+TURNS: Final = 2
 TOKENS_TARGET: Final = at_least(1.5)
 TTFT_TARGET: Final = at_most(0.7)
 BESIDE_TARGET: Final = at_most(1)
@@ -86,9 +88,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--key", help="API key for --url")
     parser.add_argument("--pid", type=int, nargs="+", default=[], help="with --url, its processes, if known")
-    parser.add_argument("--against", metavar="URL", help="base URL of a second server, measured in turns")
-    parser.add_argument("--against-model", metavar="NAME", help="its model's name (default: as --model)")
-    parser.add_argument("--against-pid", type=int, nargs="+", default=[], metavar="PID", help="its processes")
+    parser.add_argument(
+        "--against", nargs="+", default=[], metavar="URL", help="base URLs of others, measured in turns"
+    )
+    parser.add_argument("--against-model", metavar="NAME", help="their model's name (default: as --model)")
+    parser.add_argument("--against-name", nargs="+", default=["against"], metavar="NAME", help="of each")
+    parser.add_argument(
+        "--against-pid", type=int, nargs="+", default=[], metavar="PID", help="the first process of each"
+    )
     parser.add_argument(
         "--rows", nargs="+", choices=ROWS, default=USUAL_ROWS, metavar="ROW",
         help=f"of {', '.join(ROWS)} (default: {', '.join(USUAL_ROWS)})",
@@ -100,8 +107,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--rounds", type=int, default=2, help="requests that each stream makes, one after another"
     )
     parser.add_argument(
-        "--turns", type=int, default=2, help="how often each load is repeated, in turns with --against"
-    )
+        "--turns", type=int,
+        help="how often each load is repeated, in turns with --against (default: 2; drafts: by streams)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--kinds", nargs="+", choices=KINDS, default=list(KINDS), metavar="KIND",
+        help=f"texts of the row drafts, of {', '.join(KINDS)} (default: all)",
+    )  # fmt: skip
     parser.add_argument("--prompt-tokens", type=int, default=200, help="length of every prompt")
     parser.add_argument("--output-tokens", type=int, default=64, help="length of every answer")
     parser.add_argument("--seed", type=int, default=0, help="of the random prompts")
@@ -120,7 +132,7 @@ async def run(options: argparse.Namespace) -> list[Figure]:
             await warm_up(server, options.prompt_tokens)
         for streams in options.streams if "load" in rows else []:
             load = Load(streams, options.rounds, options.prompt_tokens, options.output_tokens)
-            figures += await _in_turns(servers, load, options.turns, rng)
+            figures += await _in_turns(servers, load, options.turns or TURNS, rng)
         if "beside" in rows:
             figures += await _beside(servers, rng)
         if "deadline" in rows:
@@ -145,7 +157,8 @@ async def _of_own_engines(options: argparse.Namespace, rows: Set[str], rng: rand
     if "structured" in rows:
         figures += structured()
     if "drafts" in rows:
-        figures += await draft_figures(options.engine_options, options.streams, _other(options, "bench"))
+        wanted = Wanted(options.kinds, options.streams, options.turns)
+        figures += await draft_figures(options.engine_options, wanted, _others(options, "bench"))
     return figures
 
 
@@ -270,19 +283,23 @@ def _memory(servers: Sequence[Server]) -> list[Figure]:
 
 @contextlib.asynccontextmanager
 async def _servers(options: argparse.Namespace) -> AsyncIterator[list[Server]]:
-    """Those under test: ours, or that of `--url`, then the one that it is measured against."""
+    """Those under test: ours, or that of `--url`, then those that it is measured against."""
     async with _first(options) as first:
-        other = _other(options, options.model or first.model)
-        yield [first] if other is None else [first, other]
+        yield [first, *_others(options, options.model or first.model)]
 
 
-def _other(options: argparse.Namespace, model: str) -> Server | None:
-    """The one that is measured against, which knows its model by this name unless another is given. None
-    where there is none."""
-    if options.against is None:
-        return None
-    name = options.against_model or model
-    return Server("against, ", ApiServer(options.against), name, tuple(options.against_pid))
+def _others(options: argparse.Namespace, model: str) -> list[Server]:
+    """Those that are measured against, which know their model by this name unless another is given."""
+    urls, names, pids = options.against, options.against_name, options.against_pid
+    if urls and len(names) != len(urls):
+        raise BenchFailed(f"--against-name has {len(names)} names of {len(urls)} servers")
+    if pids and len(pids) != len(urls):
+        raise BenchFailed(f"--against-pid has {len(pids)} processes of {len(urls)} servers")
+    known: list[tuple[int, ...]] = [(pid,) for pid in pids] or [()] * len(urls)
+    return [
+        Server(f"{name}, ", ApiServer(url), options.against_model or model, own)
+        for url, name, own in zip(urls, names, known, strict=False)
+    ]
 
 
 @contextlib.asynccontextmanager

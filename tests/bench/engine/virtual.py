@@ -184,9 +184,10 @@ class TurnWatch:
                 self.worst = max(self.worst, passed_by / bound)
 
 
-def run(requests: Sequence[Request], engine: Engine) -> Run:
-    """Serve these requests, which are in the order of their arrival, to their ends."""
-    return _Virtual(requests, engine).run()
+def run(requests: Sequence[Request], engine: Engine, awaited: slice = slice(None)) -> Run:
+    """Serve these requests, which are in the order of their arrival, until those that are awaited have
+    ended."""
+    return _Virtual(requests, engine).run(awaited)
 
 
 def tokens_per_second(streams: int, steps: int, engine: Engine, prompt_len: int = 2) -> float:
@@ -239,15 +240,17 @@ class _Virtual:
         self.now = 0.0
         self._steps = 0
 
-    def run(self) -> Run:
-        arrived = 0
-        while arrived < len(self._requests) or self._scheduler.has_work:
+    def run(self, awaited: slice) -> Run:
+        arrived, left = 0, self.outcomes[awaited]
+        while left:
             if not self._scheduler.has_work:
                 self.now = max(self.now, self._requests[arrived].at_s)
             while arrived < len(self._requests) and self._requests[arrived].at_s <= self.now:
                 self.add(arrived, self._requests[arrived])
                 arrived += 1
             self.step()
+            while left and not math.isnan(left[-1].end_s):
+                left.pop()
         return Run(self.outcomes, self.now, self._steps, self._watch.worst)
 
     def add(self, handle: int, request: Request) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import tokenizers
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from engine.api.answer.detokenizer import Detokenizer
@@ -118,6 +118,7 @@ STOPS = st.lists(st.text("abc", min_size=1, max_size=5), min_size=1, max_size=4)
 
 
 @given(pieces=PIECES, stops=STOPS)
+@example(pieces=["aab"], stops=["aabb", "ab"])
 @settings(max_examples=drawn(100, whole=2000), deadline=None)
 def test_the_cut_does_not_depend_on_the_tokens(pieces: list[str], stops: list[str]) -> None:
     text = "".join(pieces)

@@ -17,8 +17,9 @@ from engine.runtime.models.decoder_config import parse_model_config
 from engine.runtime.weights.parameters import read_all
 from tests.bench import against, against_llama_cpp
 from tests.bench.against import Other, Piece, compare, show
+from tests.bench.engine import served
 from tests.bench.figures import at_least
-from tests.bench.gguf_model import gguf_name, of_hybrid
+from tests.bench.gguf_model import gguf_name, of_hybrid, of_rotated
 from tests.bench.models import SHAPES, _config, _Hybrid, make_model
 
 STAND_IN = """
@@ -71,8 +72,29 @@ def test_figures_are_printed_with_the_models_name_and_kept(
     parser = argparse.ArgumentParser()
     against.add_arguments(parser, SHAPES)
     options = parser.parse_args(["--out", str(tmp_path / "out"), "--check"])
-    other, pieces = Other("http://127.0.0.1:1/v1", os.getpid()), [Piece(["load"])]
-    assert show(compare("29M", tmp_path, other, pieces, options), options) == 0
+    others, pieces = [Other("other", "http://127.0.0.1:1/v1", os.getpid())], [Piece(["load"])]
+    assert show(compare("29M", tmp_path, others, pieces, options), options) == 0
     bounds = {"29M: 8 streams: output, ratio": at_least(3)}
-    assert show(compare("29M", tmp_path, other, pieces, options, (), bounds), options) == 1
+    assert show(compare("29M", tmp_path, others, pieces, options, (), bounds), options) == 1
     assert '"29M: 8 streams: output, ratio"' in (tmp_path / "out").read_text() + capsys.readouterr().out
+
+
+def test_a_llamas_rotated_rows_take_turns_in_gguf() -> None:
+    """Two heads of four rows: a head's first half, then its second, become neighbours."""
+    assert of_rotated(torch.arange(8)[:, None], 4).flatten().tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
+
+
+def test_others_are_named_one_by_one() -> None:
+    parser = argparse.ArgumentParser()
+    served.add_arguments(parser)
+    urls = ["--against", "http://a/v1", "http://b/v1"]
+    two = parser.parse_args([*urls, "--against-name", "A", "B", "--against-pid", "1", "2"])
+    assert [(each.name, each.model, each.pids) for each in served._others(two, "m")] == [
+        ("A, ", "m", (1,)),
+        ("B, ", "m", (2,)),
+    ]
+    assert [each.name for each in served._others(parser.parse_args(urls[:2]), "m")] == ["against, "]
+    assert not served._others(parser.parse_args([]), "m")
+    for wrong in (urls, [*urls, "--against-name", "A", "B", "--against-pid", "1"]):
+        with pytest.raises(served.BenchFailed):
+            served._others(parser.parse_args(wrong), "m")

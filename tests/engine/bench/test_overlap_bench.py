@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from engine.contract.messages import Plan, Want
 from tests.bench.engine import overlap
-from tests.bench.engine.overlap import DEVICE_STEP_S, OUTPUT_LEN, Device
+from tests.bench.engine.overlap import DEVICE_STEP_S, DRAFT_S, OUTPUT_LEN, Device, repeating
 
 HOST_S = DEVICE_STEP_S / 5
 
@@ -34,3 +35,11 @@ def test_the_device_waits_for_the_host_only_where_steps_do_not_overlap(
     assert device.steps == OUTPUT_LEN, "one prefills, and brings the first token"
     assert device.idle_s == pytest.approx(idle_s_each * (device.steps - 1))
     assert device.idle_share == pytest.approx(device.idle_s / (device.idle_s + DEVICE_STEP_S * OUTPUT_LEN))
+
+
+def test_a_draft_takes_its_time_and_has_a_token() -> None:
+    time = Time()
+    device = Device(overlap.info(1), repeating(0.0), time.now, time.sleep)
+    plan = Plan(0, [], [], [], [0], [64], [3], [Want.SAMPLE], drafts=[[5, 6]])
+    assert device.launch(plan).collect().tokens == [1, 2, 3]
+    assert device.busy_until == pytest.approx(HOST_S + DEVICE_STEP_S + 2 * DRAFT_S)

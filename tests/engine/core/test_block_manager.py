@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from engine.core.pages.block_manager import BlockManager, PageChain, PageIdentity, pages_for
 from tests.core_laws import check_pages
+from tests.effort import drawn
 
 SIZE = 4
 
@@ -298,7 +299,7 @@ class Pool(RuleBasedStateMachine):
         assert self.manager.free + self.manager.cached + self.manager.owned == self.manager.total
 
 
-Pool.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+Pool.TestCase.settings = settings(max_examples=drawn(20, whole=60), stateful_step_count=30, deadline=None)
 TestPool = Pool.TestCase
 
 

@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from engine.core.pages.cached_pages import STALE_MAX, CachedPages
 from tests.core_laws import check_cached
+from tests.effort import drawn
 
 TENANTS = "abcdefg"
 PAGES = 400
@@ -117,7 +118,7 @@ class Model(RuleBasedStateMachine):
 
 
 TestModel = Model.TestCase
-TestModel.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
+TestModel.settings = settings(max_examples=drawn(20, whole=60), stateful_step_count=60, deadline=None)
 
 
 def test_of_one_tenant_what_was_released_first_is_evicted_first() -> None:

@@ -9,14 +9,16 @@ from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import product
 from types import SimpleNamespace
 from typing import Any, cast
 from unittest import mock
 
+import msgspec
 import pytest
 
 from engine.config import EngineConfig
-from engine.contract.messages import ServiceClass, Want, agreed
+from engine.contract.messages import Pending, Plan, ServiceClass, Want, agreed
 from engine.core.drafts.drafter import Drafts, NGramDrafts, Proposal
 from engine.core.drafts.guesses import GuessDrafts
 from engine.core.drafts.ngrams import LEVELS, NGrams
@@ -46,7 +48,8 @@ from tests.bench.engine.virtual import (
     run,
     tokens_per_second,
 )
-from tests.effort import IS_WHOLE
+from tests.core_laws import check
+from tests.effort import IS_WHOLE, drawn
 from tests.engine.core.harness import Harness, greedy, knowing
 from tests.engine.core.sequences import sequence
 from tests.fake_runner import runner_info
@@ -355,19 +358,17 @@ def test_the_cost_behind_the_published_figures_makes_them(streams: int) -> None:
     assert fixed(chances, 7) == pytest.approx(seven, rel=0.2)
 
 
-QUICK = {("published", 4), ("published", 256), ("edits", 32), ("wrong", 64)}
+QUICK = [(mix, streams, "measured") for mix, streams in (("published", 4), ("published", 64), ("edits", 32))]
 """The others, and other ways to learn the cost, by command."""
 
 
-@pytest.mark.parametrize("learned_as", LEARNED_AS)
-@pytest.mark.parametrize("mix", MIXES)
-@pytest.mark.parametrize("streams", STREAMS)
+@pytest.mark.parametrize(
+    ("mix", "streams", "learned_as"), list(product(MIXES, STREAMS, LEARNED_AS)) if IS_WHOLE else QUICK
+)
 def test_the_price_is_as_good_as_the_best_fixed_length(mix: str, streams: int, learned_as: str) -> None:
     """And as good as none, however large the batch is: in virtual time, by the scheduler's own learning."""
-    if not IS_WHOLE and not ((mix, streams) in QUICK and learned_as == "measured"):
-        return
     chances = [MIXES[mix][at % len(MIXES[mix])] for at in range(streams)]
-    steps = 200 if IS_WHOLE else 100
+    steps = drawn(80, whole=200)
     found = served(chances, learned_as, steps)
     best = max(LENGTHS, key=partial(fixed, chances))
     least = 0.84 if learned_as == "not measured" else 0.97
@@ -546,6 +547,26 @@ def test_a_stream_with_a_grammar_or_a_reader_that_is_slow_is_not_waited_for() ->
     assert not drafting.waits()
 
 
+def test_a_stream_drafts_behind_its_newest_token_once_that_is_there() -> None:
+    drafting, (stream,), _ = streaming([(0.9, 9)], 0.0)
+    assert drafting._looked_at([stream], 9) == []
+    stream.land(1, Want.SAMPLE)
+    stream.append(3, 0.0)
+    assert [each for each, _ in drafting._looked_at([stream], 9)] == [stream]
+
+
+def test_who_comes_when_the_room_for_indexes_is_used_up_drafts_nothing() -> None:
+    drafting, (one, other), (own, second) = streaming([(0.9, 9)] * 2, 0.0)
+    own.size = second.size = 60
+    drafting.room = 100
+    assert drafting.waits()
+    assert (one.drafter, other.drafter, drafting.room) == (own, None, 40)
+    assert other.drafts_from == other.kv_len_max
+    for each in (other, one):
+        drafting.leave(each)
+    assert (one.drafter, drafting.room) == (None, 100)
+
+
 def test_the_hosts_time_is_learned() -> None:
     drafting, _, _ = streaming([(0.9, 9)], 0.0)
     for _ in range(200):
@@ -640,7 +661,7 @@ def test_wrong_drafts_cost_a_neighbour_next_to_nothing_once_they_are_known() -> 
 def test_wrong_drafts_count_as_served_so_that_a_neighbour_is_no_later_for_them() -> None:
     """Both have a queue before one slot. What the drafts of the one take is taken off its own turns, once it
     is more than any tenant may be ahead by."""
-    requests = [Request(0.0, 4, 60, tenant) for _ in range(20) for tenant in ("neighbour", "victim")]
+    requests = [Request(0.0, 4, 60, tenant) for _ in range(16) for tenant in ("neighbour", "victim")]
     alone, drafted = (beside(requests, drafter, slots=1) for drafter in (None, sure))
     last = [max(each.end_s for each in outcomes) for outcomes in (alone, drafted)]
     assert last[1] <= last[0]
@@ -686,6 +707,42 @@ def test_guesses_are_drafts_of_the_next_step() -> None:
     assert all(end.accepted > 0.5 * end.drafted > 10 for end in h.finished.values())
     asked = [plan for plan in h.plans if plan.guesses]
     assert all(len(plan.guesses) == len(plan.slots) for plan in asked)
+
+
+@pytest.mark.parametrize(("host_s", "are_awaited"), [(1e-4, True), (1.0, False)])
+def test_where_steps_overlap_plans_wait_for_guesses_that_gain_more_than_the_hosts_time(
+    host_s: float, are_awaited: bool
+) -> None:
+    """Where they gain less, none is asked for."""
+    h = Harness(guesses=(4, 0.01), pages=400)
+    knowing(h.scheduler, StepCost(row_s=1e-5, fixed_s=1e-2))
+    drafting = h.scheduler._drafting
+    assert drafting is not None
+    drafting.runner = msgspec.structs.replace(drafting.runner, is_async=True)
+    drafting.host_s = host_s
+    for handle in range(3):
+        h.add(handle, [handle, 7, 8, 9], greedy(40, seed=handle + 1))
+    flying: list[tuple[Plan, Pending]] = []
+    plans = list[Plan]()
+    while h.scheduler.has_work or flying:
+        h.now += 0.01
+        if (plan := h.scheduler.plan(h.now)) is not None:
+            plans.append(plan)
+            flying.append((plan, h.runner.launch(plan)))
+        if len(flying) == 2 or plan is None:
+            done, pending = flying.pop(0)
+            h.scheduler.commit(done, pending.collect(), h.now)
+        check(h.scheduler)
+        h.read()
+    h.assert_all_as_solo()
+    guessed = sum(sum(plan.guesses) for plan in plans)
+    verified = sum(sum(map(len, plan.drafts)) for plan in plans)
+    if are_awaited:
+        assert len(plans) < 40
+        assert verified > 0.5 * guessed > 30
+    else:
+        assert len(plans) >= 40
+        assert not guessed
 
 
 def test_what_guesses_cost_decides() -> None:

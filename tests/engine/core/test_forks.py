@@ -34,7 +34,7 @@ def add_choices(h: Harness, n: int, prompt: list[int], max_tokens: int) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=drawn(40, whole=150), deadline=None)
+@settings(max_examples=drawn(20, whole=150), deadline=None)
 @given(
     prompt_len=st.integers(1, 40),
     n=st.integers(1, 64),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from tests.effort import IS_WHOLE
@@ -17,7 +19,7 @@ DRAFTED = (0, 2, 6, 11)
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_laws_of_a_steps_time_hold_in_random_worlds(kind: str) -> None:
-    seeds = SEEDS if IS_WHOLE else SEEDS[kind == "overlapped" :: 4]
+    seeds: Sequence[int] = SEEDS if IS_WHOLE else SEEDS[1::4]
     if "drafts" in KINDS[kind]:
         seeds = (*SEEDS, *DRAFTED) if IS_WHOLE else DRAFTED
     seen = [run_world(seed, **KINDS[kind]) for seed in seeds]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from engine.core.pages.block_manager import PageIdentity
@@ -208,6 +208,10 @@ def truncate(path: Path) -> None:
     os.truncate(name(path, 1), HEADER_LEN + PAGE_BYTES - 1)
 
 
+def lengthen(path: Path) -> None:
+    os.truncate(name(path, 1), HEADER_LEN + PAGE_BYTES + 1)
+
+
 def swap(path: Path) -> None:
     name(path, 1).write_bytes(name(path, 2).read_bytes())
 
@@ -223,7 +227,7 @@ def replaced_by_a_link(path: Path) -> None:
     name(path, 1).symlink_to(path / "elsewhere")
 
 
-@pytest.mark.parametrize("damage", [truncate, swap, of_another_version])
+@pytest.mark.parametrize("damage", [truncate, lengthen, swap, of_another_version])
 @pytest.mark.parametrize("is_running", [True, False])
 def test_a_file_that_is_not_as_it_was_is_a_miss_and_removed(
     path: Path, damage: Callable[[Path], None], is_running: bool
@@ -252,6 +256,7 @@ def test_a_link_is_never_followed(files: PageFiles, path: Path) -> None:
 
 
 @given(at=st.integers(0, HEADER_LEN + PAGE_BYTES - 1), bit=st.integers(0, 7))
+@example(at=HEADER_LEN, bit=0)
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_no_bit_can_be_flipped(files: PageFiles, path: Path, at: int, bit: int) -> None:
     files.write(identity(1), page(1))

@@ -171,8 +171,8 @@ def test_without_a_place_nothing_is_cached() -> None:
     assert h.scheduler.stats().pages_cached == 0
 
 
-HISTORIES = drawn(200, whole=10_000)
-BATCH = 200
+HISTORIES = drawn(70, whole=10_000)
+BATCH = drawn(70, whole=200)
 LEAST = {
     "hits": 80,
     "saved": 1200,
@@ -203,4 +203,4 @@ def test_any_history_has_the_tokens_of_sequences_alone(first: int) -> None:
         seen["preempted"] += report.preemptions
         seen["drafted"] += report.drafted
         seen["accepted"] += sum(end.accepted for end in report.ends)
-    assert {what: seen[what] for what, least in LEAST.items() if seen[what] < least} == {}
+    assert {what: seen[what] for what, least in LEAST.items() if seen[what] < least * BATCH // 200} == {}

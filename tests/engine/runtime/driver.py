@@ -181,20 +181,24 @@ class Driver:
         self, answers: Mapping[int, Sequence[int]], right: float, rng: random.Random, *, chunk: int, most: int
     ) -> int:
         """Run until each slot has its answer, by drafts of which a share is right: decodes, rows that verify
-        `most` of them at most, then one chunk of one prompt. Returns the number of drafts."""
+        `most` of them at most, as far as a step has windows for them, then one chunk of one prompt. Returns
+        the number of drafts."""
+        info = self.runner.info
         count = 0
         while True:
             rows, drafts = [], dict[int, list[int]]()
+            room = info.state_windows if info.state_bytes else most * len(answers)
             for slot, answer in answers.items():
                 life = self.lives[slot]
                 left, rest = answer[len(life.output) :], len(life.tokens) - life.computed
                 if rest == 1 and left:
                     rows.append((slot, 1))
                     own = [
-                        token if rng.random() < right else rng.randrange(self.runner.info.vocab_size)
-                        for token in left[: rng.randint(0, min(most, len(left) - 1))]
+                        token if rng.random() < right else rng.randrange(info.vocab_size)
+                        for token in left[: rng.randint(0, min(most, len(left) - 1, room))]
                     ]
                     drafts |= {slot: own} if own else {}
+                    room -= len(own)
                 elif rest > 1 and not any(length > 1 for _, length in rows):
                     rows.append((slot, min(chunk, rest)))
             if not rows:

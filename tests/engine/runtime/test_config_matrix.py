@@ -143,7 +143,7 @@ def test_configurations_that_are_easily_misread(
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_key_by_itself_is_as_in_transformers_or_refused(workshop: Workshop, family: str) -> None:
-    every = effort.drawn(6, whole=1)
+    every = effort.drawn(10, whole=1)
     cases = list(singles(family))[FAMILIES.index(family) % every :: every]
     outcomes = Counter(judged(workshop, odd).outcome for odd in cases)
     assert outcomes[Outcome.EQUAL] >= 60 // every, outcomes
@@ -153,8 +153,8 @@ def test_every_key_by_itself_is_as_in_transformers_or_refused(workshop: Workshop
 
 @pytest.mark.parametrize("family", OWN)
 def test_families_that_transformers_names_are_as_there_or_refused(workshop: Workshop, family: str) -> None:
-    """The plain model in every run, and a sixth of the changes."""
-    every = effort.drawn(6, whole=1)
+    """The plain model in every run, and a tenth of the changes."""
+    every = effort.drawn(10, whole=1)
     changes = [*EVERYWHERE, *OWN[family]]
     drawn_changes = [{}, *changes[list(OWN).index(family) % every :: every]]
     own = Weights(family), Weights(family, head="own")

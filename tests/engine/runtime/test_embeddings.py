@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from engine.contract.embedders import Cuts, read_cuts, read_embedder
+from engine.contract.embedders import MODULES_MAX, Cuts, read_cuts, read_embedder
 from engine.contract.messages import FinishReason, SamplingParams
 from engine.core.queue.newcomers import AddSequence
 from engine.core.scheduler import Scheduler
@@ -300,7 +300,6 @@ def test_what_is_not_implemented_is_refused_by_name(
         (["WordEmbeddings", "Pooling"], "WordEmbeddings"),
         (["Transformer", "Pooling", "Dense/../../elsewhere"], "no directory"),
         (["Transformer", "Pooling", "own.Dense"], "own.Dense"),
-        (["Transformer", "Pooling", *["Normalize"] * 15], "more than 16"),
     ],
 )
 def test_other_modules_are_refused_by_name(
@@ -315,6 +314,14 @@ def test_other_modules_are_refused_by_name(
     (path / "modules.json").write_text(json.dumps(listed))
     with pytest.raises(UnsupportedModel, match=named):
         load(path)
+
+
+def test_more_modules_than_any_model_has_are_refused(tmp_path: Path) -> None:
+    kinds = ("Transformer", "Pooling", *["Normalize"] * (MODULES_MAX - 1))
+    listed = [{"type": f"sentence_transformers.models.{kind}", "path": ""} for kind in kinds]
+    (tmp_path / "modules.json").write_text(json.dumps(listed))
+    with pytest.raises(BadModelFile, match="more than 16"):
+        read_embedder(tmp_path)
 
 
 def test_a_prompt_that_nobody_asks_for_is_no_hindrance(embedder: MakeEmbedder, tmp_path: Path) -> None:

@@ -18,12 +18,11 @@ from engine.runtime.device import device_decoder as device_network
 from engine.runtime.device import device_shard as device_load
 from engine.runtime.device.device_decoder import DeviceDecoder
 from engine.runtime.device.device_shard import load_on_card
-from engine.runtime.device.torch_on_device import TorchOnDevice
 from engine.runtime.host import host_shard as host_load
 from engine.runtime.load import load_runner
 from engine.runtime.models.decoder_config import parse_model_config, read_model_config
 from engine.runtime.models.families import FAMILIES
-from engine.runtime.models.pieces import pieces_of
+from engine.runtime.models.pieces import lacking, pieces_of
 from engine.runtime.models.quantization import Fp8Scheme
 from engine.runtime.models.spec import Attention, DecoderSpec, Llama3, Rope
 from engine.runtime.native import decoder as native_network
@@ -42,7 +41,7 @@ from tests.engine.runtime.odd_configs import plain
 
 Implements = Callable[[DecoderSpec], str | None]
 NETWORKS: dict[str, Implements] = {
-    "native": NativeDecoder.implements,
+    "native": lambda model: lacking(model, native_network.IMPLEMENTED),
     "torch": TorchDecoder.implements,
     "device": DeviceDecoder.implements,
 }
@@ -145,9 +144,8 @@ def test_the_readme_says_which_families_there_are_and_what_computes_them_on_a_gp
     for name in FAMILIES:
         model = parse_model_config(json.dumps({**plain(Weights(name)), **SIZED.get(name, {})}).encode())
         assert TorchDecoder.implements(model) is None
-        assert NativeDecoder.implements(model) is None
-        on_device = "no" if TorchOnDevice.implements(model) is not None else "torch"
-        computes[name] = "Triton" if DeviceDecoder.implements(model) is None else on_device
+        assert lacking(model, native_network.IMPLEMENTED) is None
+        computes[name] = "Triton" if DeviceDecoder.implements(model) is None else "torch"
     assert dict(rows) == computes
 
 

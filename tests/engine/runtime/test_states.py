@@ -114,7 +114,7 @@ def test_any_chunks_any_batch_and_any_slot_have_the_same_bits(
 ) -> None:
     rows = Rows(loaded(checkpoint, dtype, kernels))
     rng = random.Random(7)
-    for _ in range(effort.drawn(6, whole=200)):
+    for _ in range(effort.drawn(3, whole=200)):
         prompts = [[rng.randrange(64) for _ in range(rng.randint(1, LEN))] for _ in range(SLOTS)]
         expected = [cold(rows, prompt) for prompt in prompts]
         order = rng.sample(range(SLOTS), SLOTS)
@@ -249,7 +249,7 @@ def served(
                 plans.append(plan)
             scheduler.commit(plan, runner.launch(plan).collect(), now + 0.5)
             assert runner.states is not None
-            assert len({*runner.states.at}) == SLOTS, "two slots have one state"
+            assert len({*runner.states.at}) == len(runner.states.at), "two slots have one state"
         check(scheduler)
         report = scheduler.report()
         for row, handle in enumerate(report.handles if report else ()):
@@ -292,8 +292,7 @@ def conversations(rng: random.Random, runner: HostRunner) -> tuple[list[AddSeque
         ("bfloat16", "native", 0.9),
         ("bfloat16", "native", 0.0),
         ("bfloat16", "native", 1.0),
-        ("float32", "torch", 0.8),
-        ("bfloat16", "torch", 0.8),
+        *effort.some([("float32", "torch", 0.8), ("bfloat16", "torch", 0.8)], usual=1),
     ],
 )
 def test_any_history_has_the_bits_of_sequences_alone(

@@ -10,6 +10,7 @@ import random
 from array import array
 from collections import defaultdict
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -32,6 +33,7 @@ from engine.core.scheduler_config import SchedulerConfig
 from engine.core.sequence import Sequence
 from tests.bench.engine.core_window import draft_by
 from tests.core_laws import check
+from tests.effort import some
 from tests.engine.models import FAMILIES, VOCAB_SIZE, reference_logprobs, reference_model
 from tests.engine.runtime.conftest import MakeModel, load
 from tests.engine.runtime.test_oracle import TOLERANCE, distance
@@ -39,6 +41,7 @@ from tests.fake_drafts import FakeDrafts
 from tests.fake_grammars import FakeGrammars
 
 OUTPUTS = 64
+PROMPT_LENS = (17, 1, 2, 15, 16, 40)
 PAGES = 32
 
 
@@ -87,8 +90,10 @@ def test_many_together_twice_under_pressure(tiny_model: MakeModel, family: str) 
     assert last.pages_free + last.pages_cached == PAGES
 
 
-@pytest.mark.parametrize("kernels", ["native", "torch"])
-@pytest.mark.parametrize("prompt_len", [1, 2, 15, 16, 17, 40])
+@pytest.mark.parametrize(
+    ("kernels", "prompt_len"),
+    [*product(["native"], PROMPT_LENS), *product(["torch"], some(PROMPT_LENS, usual=1))],
+)
 def test_choices_are_what_requests_of_their_own_would_be(
     tiny_model: MakeModel, kernels: str, prompt_len: int
 ) -> None:

@@ -154,6 +154,28 @@ async def test_what_is_no_operators_key_opens_nothing(
     assert KEY not in house.log.getvalue()
 
 
+@pytest.mark.parametrize("key", ["", "k" * 300, "a\nb", " a"])
+async def test_what_fits_no_header_is_asked_of_nobody(
+    house: House, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    """A supervisor asks a worker by one."""
+    asked: list[str] = []
+    operators = type(house.gateway.accounts.now.operators)
+    monkeypatch.setattr(operators, "authenticate", lambda _, shown, now_s: asked.append(shown))
+    await page_of(house).log_in(key, 401)
+    assert asked == []
+
+
+async def test_a_login_ends_the_session_that_was_there(house: House) -> None:
+    page = page_of(house)
+    await page.log_in()
+    before = page.cookie
+    await page.log_in()
+    await page.ask("GET", "/admin/v1/requests")
+    page.cookie = before
+    await page.ask("GET", "/admin/v1/requests", status=401)
+
+
 async def test_logins_that_fail_are_bounded(house: House) -> None:
     page = page_of(house)
     for _ in range(2 * FAILURES_PER_NETWORK_MAX):

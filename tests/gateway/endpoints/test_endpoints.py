@@ -53,7 +53,9 @@ def protocol() -> str:
 def added(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(ENDPOINTS, dict)
     monkeypatch.setitem(ENDPOINTS, ECHOES.path, ECHOES)
-    monkeypatch.setattr(routes, "RESOURCES", routes.resources([*routes.ROUTES, routes.proxied(ECHOES)]))
+    monkeypatch.setitem(
+        routes.RESOURCES, ECHOES.path, routes.resources([routes.proxied(ECHOES)])[ECHOES.path]
+    )
 
 
 async def echo(house: House, **fields: Any) -> tuple[int, Any, bytes]:

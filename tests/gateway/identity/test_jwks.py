@@ -198,11 +198,12 @@ async def no_keys(request: web.BaseRequest) -> web.StreamResponse:
 
 
 async def huge(request: web.BaseRequest) -> web.StreamResponse:
-    """Without end, should the reader not end it."""
+    """Far beyond the bound."""
     response = web.StreamResponse()
     await response.prepare(request)
-    while True:
+    for _ in range(8):
         await response.write(b" " * SET_LEN_MAX)
+    return response
 
 
 async def compressed(request: web.BaseRequest) -> web.StreamResponse:

@@ -20,7 +20,7 @@ from gateway.operators.requests import (
     parse,
 )
 from gateway.operators.together import OperatorAnswer, PartOf, together
-from gateway.relay.ticks import TICK_LEN, Ticks
+from gateway.relay.stream import TICK_LEN, Ticks
 from gateway.request.recorder import BYTES_MAX, SUMMARY_LEN, TICKS_LEN, Recorder, summary_of
 from gateway.routing.sessions import session_id
 from shared import cli

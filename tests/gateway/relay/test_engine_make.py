@@ -19,7 +19,7 @@ from shared.wire.envelope import ErrorBody, ErrorEnvelope
 from shared.wire.http import HttpRequest, Responder
 from shared.wire.ids import SERVICE_TIER_HEADER, TENANT_HEADER
 from shared.wire.room import Room
-from tests.gateway.conftest import House, settings
+from tests.gateway.conftest import House, error_of, settings
 from tests.gateway.fake_engine import FakeEngine, Script, byte_bundle, chunk, closing, stream
 
 OURS = EngineProfile(byte_bundle().hash, Room(4096), None)
@@ -78,6 +78,18 @@ async def test_an_engine_that_nobody_knows_is_sent_what_suits_the_likelier_make(
         assert answer == chunk("a") + (USAGE if counts_as_ours else b"") + sse.DONE
     assert [line["settled_tokens"] for line in await house.lines(2)] == [25, 25]
     await house.at_rest()
+
+
+@pytest.mark.parametrize("protocol", ["http2"], indirect=True)
+async def test_an_engine_that_nobody_knows_is_sent_no_image_that_it_might_fetch(
+    untold: tuple[Opened, bool],
+) -> None:
+    house, _ = untold
+    part = {"type": "image_url", "image_url": {"url": "http://10.0.0.1/x.png"}}
+    async with house.chat(messages=[{"role": "user", "content": [part]}]) as answer:
+        assert answer.status == 400
+        assert (await error_of(answer))["param"] == "messages[0].content[0].image_url.url"
+    assert not house.engine.seen
 
 
 async def test_tools_are_not_refused_before_an_engine_that_may_know_them(untold: tuple[Opened, bool]) -> None:

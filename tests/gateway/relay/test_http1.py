@@ -177,11 +177,18 @@ def idled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def post(
-    transport: Http1Transport, url: str, content: bytes, connected: Callable[[], None] | None = None
+    transport: Http1Transport,
+    url: str,
+    content: bytes,
+    connected: Callable[[], None] | None = None,
+    *,
+    is_repeated: bool = False,
 ) -> bytes | None:
     headers = [(b"content-length", b"%d" % len(content))]
     async with asyncio.timeout(PATIENCE_S):
-        response = await transport.exchange("POST", url, headers, content, connected=connected)
+        response = await transport.exchange(
+            "POST", url, headers, content, connected=connected, is_repeated=is_repeated
+        )
         answer = await response.read()
         await response.aclose()
         return answer
@@ -218,6 +225,22 @@ async def test_it_is_sent_once_more_and_not_again(
     with pytest.raises(Lost):  # no connection is kept, and a new one was not closed for that
         await post(transport, url, b"c")
     assert server.opened == 3
+
+
+@pytest.mark.parametrize(("unused_s", "opened"), [(0.0, 2), (60.0, 1)])
+async def test_what_was_lost_with_another_server_is_sent_once_more_where_it_surely_reached_nobody(
+    closing: tuple[Closing, asyncio.Server, str],
+    transport: Http1Transport,
+    monkeypatch: pytest.MonkeyPatch,
+    unused_s: float,
+    opened: int,
+) -> None:
+    monkeypatch.setattr(http1, "UNUSED_S_MIN", unused_s)
+    server, _, url = closing
+    await post(transport, url, b"a")
+    with pytest.raises(Lost):
+        await post(transport, url, b"b", is_repeated=True)
+    assert server.opened == opened
 
 
 @pytest.mark.usefixtures("idled")

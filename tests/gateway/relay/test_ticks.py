@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from gateway.relay.ticks import TICKS_MAX, Ticks
+from gateway.relay.stream import TICKS_MAX, Ticks
 
 
 def ticks_of(reads: int, events_per_read: int = 1) -> tuple[Ticks, int]:

@@ -22,6 +22,7 @@ from tests.gateway.conftest import PATIENCE_S, House, Open
 from tests.gateway.fake_engine import (
     CUT,
     HEADERS,
+    UNREAD,
     FakeEngine,
     Script,
     byte_bundle,
@@ -287,6 +288,18 @@ async def test_no_report_is_waited_for_where_no_token_is_computed(
             async with house.client.post(house.url + path, json=asked, headers=house.headers) as answer:
                 assert (answer.status, await answer.read()) == (200, b"{}")
     assert [line["settled_tokens"] for line in await house.lines(2)] == [0, 0]
+    await house.at_rest()
+
+
+@IN_MEMORY
+@pytest.mark.parametrize("protocol", ["http2"], indirect=True)
+async def test_what_an_engine_has_not_looked_at_is_not_charged(house: House) -> None:
+    house.engine.script = Script([UNREAD, HEADERS])
+    async with house.chat(stream=True) as answer:
+        assert answer.status == 502
+    line = await house.line()
+    assert (line["end_reason"], line["settled_tokens"]) == ("upstream_unreachable", 0)
+    assert house.engine.seen
     await house.at_rest()
 
 

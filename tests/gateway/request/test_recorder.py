@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from datetime import timedelta
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from msgspec import Struct
 
@@ -111,6 +111,7 @@ class One(Struct):
     st.integers(1, 12),
     st.integers(1, 200),
 )
+@example([("a", 1), *[("b", 1)] * 4], 4, 200)
 def test_a_party_below_the_mean_loses_nothing_to_others(
     given_: list[tuple[str, int]], records_max: int, bytes_max: int
 ) -> None:

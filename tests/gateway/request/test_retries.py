@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Iterable
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from gateway.relay import http1
@@ -39,6 +39,7 @@ STEPS = st.tuples(st.sampled_from(["arrive", "leave", "take", "give"]), st.sampl
 
 
 @given(st.lists(STEPS, max_size=200))
+@example([("take", "a")] * 4 + [("take", "b")] * 2 + [("give", "b"), ("take", "a"), ("take", "b")])
 def test_retries_are_at_most_a_fifth_of_the_active_or_three(steps: list[tuple[str, str]]) -> None:
     budget, held = RetryBudget(), Counter[str]()
     for step, tenant in steps:
@@ -191,6 +192,21 @@ async def test_a_request_that_breaks_engines_breaks_two_at_most(open_house: Open
         assert line["attempts"] == 2
         assert [one["code"] for one in line["failed_attempts"]] == ["upstream_failed"] * 2
         assert line["settled_tokens"] == line["reserved_tokens"], "once, though two have worked on it"
+        await house.at_rest()
+
+
+async def test_what_one_replica_lost_is_charged_though_the_others_refuse(
+    open_house: Open, other: FakeEngine
+) -> None:
+    async with FakeEngine(bundle=byte_bundle()) as third:
+        house: House = await open_house(other.url, third.url)
+        refused = refusal(503, "not_ready")
+        answer_in_turn((house.engine, other, third), Script([HEADERS, CUT]), refused, refused)
+        async with house.chat(stream=True) as answer:
+            assert answer.status == 503
+        line = await house.line()
+        assert line["attempts"] == 3
+        assert line["settled_tokens"] == line["reserved_tokens"] > 0
         await house.at_rest()
 
 

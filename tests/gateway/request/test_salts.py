@@ -48,7 +48,12 @@ async def test_each_tenant_has_a_salt_of_its_own(open_house: Open, owner: str, m
 
 @pytest.mark.parametrize(
     ("owner", "model"),
-    [("llamacpp", {}), (None, {}), ("vllm", {"cache_salt": "never"})],
+    [
+        ("llamacpp", {}),
+        ("llamacpp", {"pass_fields": ["cache_salt"]}),
+        (None, {}),
+        ("vllm", {"cache_salt": "never"}),
+    ],
 )
 async def test_an_engine_that_takes_no_salt_is_sent_none_and_its_model_is_named(
     open_house: Open, owner: str | None, model: dict[str, Any]

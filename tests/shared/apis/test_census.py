@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from shared.apis import holding
@@ -45,6 +45,7 @@ def numbers(census: Census) -> tuple[int, int, int]:
 
 
 @given(JSON, st.booleans(), st.sampled_from([None, 1]))
+@example("\N{WATER WAVE}", True, None)
 def test_the_counts_are_exact(value: Any, ascii_only: bool, indent: int | None) -> None:
     body = json.dumps(value, ensure_ascii=ascii_only, indent=indent).encode("utf-8")
     census = take_census(body)
@@ -53,6 +54,9 @@ def test_the_counts_are_exact(value: Any, ascii_only: bool, indent: int | None) 
 
 
 @given(JSON, st.booleans(), st.integers(2, 9))
+@example('"', True, 2)
+@example("[,", True, 2)
+@example("\N{WATER WAVE}", True, 2)
 def test_slices_change_nothing_wherever_they_are_cut(value: Any, ascii_only: bool, slice_len: int) -> None:
     body = json.dumps(value, ensure_ascii=ascii_only).encode("utf-8")
     census = take_census(body, slice_len)
@@ -68,6 +72,7 @@ def depth_of(value: Any) -> int:
 
 
 @given(JSON, st.integers(0, 2 * holding.DEPTH_MAX), st.sampled_from([2, 9, holding.SLICE_LEN]))
+@example(1, holding.DEPTH_MAX, holding.SLICE_LEN)
 def test_what_is_too_deep_and_nothing_else_is_told(value: Any, levels: int, slice_len: int) -> None:
     """Wherever the depth is: behind much that is flat, in a field, in several slices."""
     flat = [value] * 3 + [[]] * holding.DEPTH_MAX
@@ -81,6 +86,7 @@ def test_what_is_too_deep_and_nothing_else_is_told(value: Any, levels: int, slic
 
 
 @given(st.integers(0, 2 * holding.DEPTH_MAX), st.sampled_from(["[", '{"a":']))
+@example(holding.DEPTH_MAX + 1, "[")
 def test_a_short_body_may_be_deep_too(levels: int, opening: str) -> None:
     closing = "]" if opening == "[" else "}"
     body = (opening * levels + "1" + closing * levels).encode()

@@ -12,6 +12,7 @@ def greedy(share: FairShare, tenant: str) -> int:
     taken = 0
     while share.acquire(tenant, 1):
         taken += 1
+        assert taken <= share.capacity
     return taken
 
 

@@ -14,10 +14,9 @@ import h2.events as events
 from h2.settings import SettingCodes, Settings
 
 from shared.http2 import frames, limits
-from shared.http2.connection import Connection
+from shared.http2.connection import Connection, FastPath
 from shared.http2.connection_config import ConnectionConfig
 from shared.http2.connection_errors import ErrorCode, ProtocolViolation, StreamReset
-from shared.http2.fastpath import FastPath
 from shared.http2.headers import HeaderList, LiteralEncoder, check_status
 from shared.http2.protocol_state import ProtocolState
 from shared.http2.stream import Stream

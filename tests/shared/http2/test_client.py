@@ -10,8 +10,8 @@ from engine.api.http.http2_server import Http2Server, ServerEndpoint, ServerRequ
 from gateway.relay.hop_errors import NoConnection, NoConnectionInTime, Unsendable
 from gateway.relay.http2_client import CONNECTIONS_MAX, Http2Transport
 from shared.http2 import limits
+from shared.http2.connection import ConnectionPhase
 from shared.http2.connection_errors import ConnectionLost, ErrorCode, StreamRefused
-from shared.http2.phase import ConnectionPhase
 from shared.http2.stream import Stream
 from tests.shared.http2.loopback import (
     EVENTS,

@@ -11,9 +11,9 @@ import pytest
 from gateway.relay.hop_errors import NoConnection, NoConnectionInTime, NotHttp2, Unsendable
 from gateway.relay.http2_client import Http2Transport
 from shared.http2 import frames, limits
+from shared.http2.connection import ConnectionPhase
 from shared.http2.connection_config import WatchConfig
 from shared.http2.connection_errors import ConnectionLost
-from shared.http2.phase import ConnectionPhase
 from tests.fakes import VirtualClock
 from tests.shared.http2.loopback import (
     PATIENCE_S,

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from shared.http2 import connection as connections
 from shared.http2 import frames, limits
+from shared.http2.connection import ConnectionPhase
 from shared.http2.connection_config import ConnectionConfig
 from shared.http2.connection_errors import (
     ConnectionLost,
@@ -21,7 +22,6 @@ from shared.http2.connection_errors import (
     StreamReset,
 )
 from shared.http2.headers import LiteralEncoder
-from shared.http2.phase import ConnectionPhase
 from shared.http2.stream import Stream
 from tests.shared.http2.pair import REQUEST, RESPONSE, End, Pair
 

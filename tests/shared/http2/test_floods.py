@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shared.http2 import frames, limits
+from shared.http2.connection import ConnectionPhase
 from shared.http2.connection_config import ConnectionConfig
 from shared.http2.connection_errors import ErrorCode, ProtocolViolation
-from shared.http2.phase import ConnectionPhase
 from tests.effort import drawn
 from tests.shared.http2.pair import REQUEST, RESPONSE, End
 

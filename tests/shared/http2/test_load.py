@@ -11,8 +11,7 @@ import pytest
 from engine.api.http.http2_server import ServerRequest, ServerResponder
 from gateway.relay.http2_client import Http2Transport
 from shared.http2 import limits
-from shared.http2.connection import Connection
-from shared.http2.phase import ConnectionPhase
+from shared.http2.connection import Connection, ConnectionPhase
 from shared.wire.http import ClientGone
 from tests.shared.http2.loopback import EVENTS, STREAM, OverHttp2, endpoints, serving, until
 

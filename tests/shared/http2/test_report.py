@@ -10,8 +10,8 @@ from engine.api.http.http2_server import ServerRequest, ServerResponder
 from gateway.relay import http2_client
 from gateway.relay.http2_client import Http2Transport
 from shared.http2 import frames, limits
+from shared.http2.connection import ConnectionPhase
 from shared.http2.connection_errors import ConnectionLost, ProtocolViolation
-from shared.http2.phase import ConnectionPhase
 from shared.http2.stream import Report
 from tests.shared.http2.loopback import EVENTS, PATIENCE_S, Silent, endpoints, serving, until
 from tests.shared.http2.pair import REQUEST, RESPONSE, Pair

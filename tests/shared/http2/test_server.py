@@ -13,9 +13,9 @@ from engine.api.http.http2_server import Http2Server, ServerRequest, ServerRespo
 from gateway.relay.hop_errors import NoConnection
 from gateway.relay.http2_client import Http2Transport
 from shared.http2 import frames, limits
+from shared.http2.connection import ConnectionPhase
 from shared.http2.connection_config import ConnectionConfig
 from shared.http2.connection_errors import ConnectionLost, ErrorCode, StreamReset
-from shared.http2.phase import ConnectionPhase
 from shared.process.listening import bound_socket
 from shared.process.sockets import SEND_BUFFER_LEN, UNSENT_LEN_MAX, bound_transport
 from shared.wire.errors import BodyTimeout, BodyTooLarge, InvalidRequest

@@ -138,7 +138,7 @@ def test_a_request_is_an_exemplar_where_its_trace_can_be_found(
     policy = TracePolicy(ratio=ratio, errors=True, slow_s=5.0)
     tracing = Tracing(policy, KeptSpans() if has_sink else None)
     parent = None if flags is None else f"00-{TRACE_ID}-00f067aa0ba902b7-{flags}"
-    stages: Stages = tracing.stages("gateway", VirtualClock(), traceparent=parent)
+    stages = Stages("gateway", VirtualClock(), traceparent=parent, samples=tracing.samples)
     exemplar = tracing.exemplar(stages, RequestId("the-id"), seconds, failed=failed)
     assert (exemplar is not None) == is_shown
     if exemplar is not None:

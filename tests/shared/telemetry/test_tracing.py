@@ -31,7 +31,7 @@ BEGAN_S = VirtualClock().monotonic()
 
 def stages_of(clock: VirtualClock, tracing: Tracing = NO_TRACING, flags: str | None = "01") -> Stages:
     parent = None if flags is None else f"00-{TRACE_ID}-{SPAN_ID}-{flags}"
-    return tracing.stages("gateway", clock, traceparent=parent, tracestate="v=1")
+    return Stages("gateway", clock, traceparent=parent, tracestate="v=1", samples=tracing.samples)
 
 
 def walked(clock: VirtualClock) -> Stages:

@@ -14,7 +14,7 @@ import pytest
 from engine.demo import MODEL_DIR
 from shared.apis.prompt import ChatPrompt
 from shared.fairness.fair_threads import at_once
-from shared.text import template_input
+from shared.text import chat_template
 from shared.text.bounded_template import SOURCE_LEN_MAX
 from shared.text.call_arguments import arguments_of, written_json
 from shared.text.chat_template import ChatTemplate, variables_read
@@ -417,7 +417,7 @@ def test_a_turns_ids_begin_with_the_last_ones(agent: str) -> None:
 
 def test_a_long_history_is_converted_in_slices() -> None:
     """As many as its arguments have pieces."""
-    long = call("f", json.dumps({"text": "x" * template_input.SLICE_LEN}))
+    long = call("f", json.dumps({"text": "x" * chat_template.SLICE_LEN}))
     template = template_of(HERMES_TOOLS, takes=Takes())
     for count in (1, 5):
         messages = [USER, *[CALLS | {"tool_calls": [long]}, RESULT] * count]

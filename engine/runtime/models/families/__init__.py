@@ -1,15 +1,25 @@
-"""The families of models, one module each: `describe` turns a family's keys of config.json into a
-`Decoder`. A module that is added here is a family more."""
+"""The families of models, one module each: the keys of config.json that a family reads, and what its models
+compute. A module that is added here is a family more."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib import import_module
 from pkgutil import iter_modules
 from typing import Final
 
-from engine.runtime.models.family import Family
+from engine.runtime.models.dense import DenseKeys
 
-_MODULES: Final = (import_module(f"{__name__}.{found.name}") for found in iter_modules(__path__))
-FAMILIES: Final[Mapping[str, Family]] = {module.FAMILY.model_type: module.FAMILY for module in _MODULES}
+
+def _derived(keys: type[DenseKeys]) -> Iterator[type[DenseKeys]]:
+    for own in keys.__subclasses__():
+        yield own
+        yield from _derived(own)
+
+
+for found in iter_modules(__path__):
+    import_module(f"{__name__}.{found.name}")
+FAMILIES: Final[Mapping[str, type[DenseKeys]]] = {
+    own.model_type: own for own in sorted(_derived(DenseKeys), key=lambda own: own.model_type)
+}
 """The families that are implemented, by `model_type`."""

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from engine.runtime.models.dense import DenseKeys
-from engine.runtime.models.family import Family
-from engine.runtime.models.spec import DecoderSpec, Names
-
-NAMES = Names(gate_up=("mlp.up_proj",))
+from engine.runtime.models.spec import Names
 
 
 class ArceeKeys(DenseKeys, frozen=True, kw_only=True):
@@ -17,11 +12,8 @@ class ArceeKeys(DenseKeys, frozen=True, kw_only=True):
     attention_bias: bool = False
     mlp_bias: bool = False
 
-    acts: ClassVar[tuple[str, ...]] = ("relu2", "silu")
-
-
-def describe(hf: ArceeKeys) -> DecoderSpec:
-    return hf.decoder("ArceeForCausalLM", hf.layers(mlp=hf.mlp(gated=False)), names=NAMES)
-
-
-FAMILY = Family("arcee", "ArceeForCausalLM", ArceeKeys, describe)
+    model_type = "arcee"
+    architecture = "ArceeForCausalLM"
+    names = Names(gate_up=("mlp.up_proj",))
+    acts = "relu2", "silu"
+    gated = False

@@ -3,10 +3,9 @@ in layers with a window, and none in others."""
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any
 
 from engine.runtime.models.dense import DEFAULT_WINDOW, SLIDING_ATTENTION, DenseKeys
-from engine.runtime.models.family import Family
 from engine.runtime.models.rope import RopeRules
 from engine.runtime.models.spec import DecoderSpec, Rope
 
@@ -19,11 +18,15 @@ class Cohere2Keys(DenseKeys, frozen=True, kw_only=True):
     sliding_window: int | None = DEFAULT_WINDOW
     sliding_window_pattern: int = 4
 
-    slides: ClassVar[bool] = True
-    period_key: ClassVar[str] = "sliding_window_pattern"
-    eps_key: ClassVar[str] = "layer_norm_eps"
-    rope_rules: ClassVar[RopeRules] = RopeRules(interleaved=True)
-    positives: ClassVar[tuple[str, ...]] = ("logit_scale", "sliding_window_pattern")
+    model_type = "cohere2"
+    architecture = "Cohere2ForCausalLM"
+    norms = "parallel"
+    norm_kind = "layer"
+    slides = True
+    period_key = "sliding_window_pattern"
+    eps_key = "layer_norm_eps"
+    rope_rules = RopeRules(interleaved=True)
+    positives = "logit_scale", "sliding_window_pattern"
 
     @property
     def width(self) -> int:
@@ -32,10 +35,5 @@ class Cohere2Keys(DenseKeys, frozen=True, kw_only=True):
     def rope(self, kind: str) -> Rope | None:
         return super().rope(kind) if kind == SLIDING_ATTENTION else None
 
-
-def describe(hf: Cohere2Keys) -> DecoderSpec:
-    pieces = {"norm": hf.norm(kind="layer"), "logit_scale": hf.logit_scale}
-    return hf.decoder("Cohere2ForCausalLM", hf.layers("parallel"), **pieces)
-
-
-FAMILY = Family("cohere2", "Cohere2ForCausalLM", Cohere2Keys, describe)
+    def describe(self, **options: Any) -> DecoderSpec:
+        return super().describe(logit_scale=self.logit_scale, **options)

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from engine.runtime.models.dense import DenseKeys
-from engine.runtime.models.family import Family
 from engine.runtime.models.rope import RopeRules
-from engine.runtime.models.spec import DecoderSpec
 
 
 class ErnieKeys(DenseKeys, frozen=True, kw_only=True):
@@ -17,13 +13,12 @@ class ErnieKeys(DenseKeys, frozen=True, kw_only=True):
     tie_word_embeddings: bool = True
     use_bias: bool | None = False
 
-    rope_rules: ClassVar[RopeRules] = RopeRules(theta=500_000.0, interleaved=True)
+    model_type = "ernie4_5"
+    architecture = "Ernie4_5ForCausalLM"
+    rope_rules = RopeRules(theta=500_000.0, interleaved=True)
 
+    @property
+    def attention_bias(self) -> bool:
+        return bool(self.use_bias)
 
-def describe(hf: ErnieKeys) -> DecoderSpec:
-    bias = bool(hf.use_bias)
-    layers = hf.layers(mlp=hf.mlp(bias=bias), bias=bias, out_bias=bias)
-    return hf.decoder("Ernie4_5ForCausalLM", layers)
-
-
-FAMILY = Family("ernie4_5", "Ernie4_5ForCausalLM", ErnieKeys, describe)
+    mlp_bias = attention_bias

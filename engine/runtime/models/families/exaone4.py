@@ -4,12 +4,10 @@ windows, those without are not told positions."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import ClassVar
 
 from engine.runtime.models.dense import DEFAULT_WINDOW, SLIDING_ATTENTION, DenseKeys
-from engine.runtime.models.families.olmo2 import NAMES
-from engine.runtime.models.family import Family
-from engine.runtime.models.spec import DecoderSpec, Rope
+from engine.runtime.models.families.olmo2 import Olmo2Keys
+from engine.runtime.models.spec import Rope
 from shared.text.model_files import shown
 
 
@@ -19,7 +17,12 @@ class Exaone4Keys(DenseKeys, frozen=True, kw_only=True):
     sliding_window: int | None = DEFAULT_WINDOW
     sliding_window_pattern: int | str | None = 4
 
-    slides: ClassVar[bool] = True
+    model_type = "exaone4"
+    architecture = "Exaone4ForCausalLM"
+    names = Olmo2Keys.names
+    norms = "behind"
+    qk_norm = "heads"
+    slides = True
 
     @property
     def kinds(self) -> list[str]:
@@ -36,10 +39,3 @@ class Exaone4Keys(DenseKeys, frozen=True, kw_only=True):
             yield f"{what} {shown(self.sliding_window_pattern)} needs layer_types"
         else:
             yield from super().contradictions()
-
-
-def describe(hf: Exaone4Keys) -> DecoderSpec:
-    return hf.decoder("Exaone4ForCausalLM", hf.layers("behind", qk_norm="heads"), names=NAMES)
-
-
-FAMILY = Family("exaone4", "Exaone4ForCausalLM", Exaone4Keys, describe)

@@ -2,18 +2,9 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from engine.runtime.models.dense import DenseKeys
-from engine.runtime.models.family import Family
 from engine.runtime.models.rope import RopeRules
-from engine.runtime.models.spec import DecoderSpec, Names
-
-NAMES = Names(
-    gate_up=("mlp.gate_up_proj",),
-    attention_post_norm="post_self_attn_layernorm",
-    mlp_post_norm="post_mlp_layernorm",
-)
+from engine.runtime.models.spec import Names
 
 
 class Glm4Keys(DenseKeys, frozen=True, kw_only=True):
@@ -22,11 +13,13 @@ class Glm4Keys(DenseKeys, frozen=True, kw_only=True):
     head_dim: int | None = 128
     attention_bias: bool = True
 
-    rope_rules: ClassVar[RopeRules] = RopeRules(part=0.5, partial=True, interleaved=True)
-
-
-def describe(hf: Glm4Keys) -> DecoderSpec:
-    return hf.decoder("Glm4ForCausalLM", hf.layers("both", out_bias=False), names=NAMES)
-
-
-FAMILY = Family("glm4", "Glm4ForCausalLM", Glm4Keys, describe)
+    model_type = "glm4"
+    architecture = "Glm4ForCausalLM"
+    names = Names(
+        gate_up=("mlp.gate_up_proj",),
+        attention_post_norm="post_self_attn_layernorm",
+        mlp_post_norm="post_mlp_layernorm",
+    )
+    norms = "both"
+    attention_out_bias = False
+    rope_rules = RopeRules(part=0.5, partial=True, interleaved=True)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import ClassVar, Literal
+from typing import Any, Literal
 
-from engine.runtime.models.dense import FULL_ATTENTION, SIZE_MAX
+from engine.runtime.models.dense import FULL_ATTENTION, LINEAR_ATTENTION, SIZE_MAX
 from engine.runtime.models.families.granite import GraniteKeys
-from engine.runtime.models.family import Family
-from engine.runtime.models.spec import DecoderSpec, Names, Rope
+from engine.runtime.models.spec import Mlp, Names, Rope
 
-NAMES = Names(gate_up=("shared_mlp.input_linear",), down="shared_mlp.output_linear")
 OLD_KINDS: Mapping[str, str] = {"attention": FULL_ATTENTION}
 
 
@@ -19,14 +17,20 @@ class Granite4Keys(GraniteKeys, frozen=True, kw_only=True):
     shared_intermediate_size: int = 1024
     position_embedding_type: Literal["rope"] | None = None
 
-    also_kinds: ClassVar[tuple[str, ...]] = (*OLD_KINDS,)
+    model_type = "granitemoehybrid"
+    architecture = "GraniteMoeHybridForCausalLM"
+    names = Names(gate_up=("shared_mlp.input_linear",), down="shared_mlp.output_linear")
+    also_kinds = (*OLD_KINDS,)
 
     @property
     def kinds(self) -> list[str]:
-        return [OLD_KINDS.get(kind, kind) for kind in self.layer_types or ["linear_attention"]]
+        return [OLD_KINDS.get(kind, kind) for kind in self.layer_types or [LINEAR_ATTENTION]]
 
     def rope(self, kind: str) -> Rope | None:
         return None if self.position_embedding_type is None else super().rope(kind)
+
+    def mlp(self, **options: Any) -> Mlp:
+        return super().mlp(inner=self.shared_intermediate_size, bias=False, **options)
 
     def problems(self) -> Iterator[str]:
         if others := sorted(set(self.kinds) - {FULL_ATTENTION}):
@@ -37,11 +41,3 @@ class Granite4Keys(GraniteKeys, frozen=True, kw_only=True):
             yield f"shared_intermediate_size {self.shared_intermediate_size} is out of range"
         else:
             yield from super().problems()
-
-
-def describe(hf: Granite4Keys) -> DecoderSpec:
-    layers = hf.layers(mlp=hf.mlp(inner=hf.shared_intermediate_size, bias=False))
-    return hf.decoder("GraniteMoeHybridForCausalLM", layers, names=NAMES, **hf.factors)
-
-
-FAMILY = Family("granitemoehybrid", "GraniteMoeHybridForCausalLM", Granite4Keys, describe)

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import ClassVar
 
 from engine.runtime.models.dense import DenseKeys
-from engine.runtime.models.family import Family
 from engine.runtime.models.rope import RopeRules, UnsupportedRope, chosen, positive_number, read_rope
-from engine.runtime.models.spec import DecoderSpec, Names, Rope
-
-NAMES = Names(qk_norm=("self_attn.query_layernorm", "self_attn.key_layernorm"))
+from engine.runtime.models.spec import Names, Rope
 
 
 class HunyuanKeys(DenseKeys, frozen=True, kw_only=True):
     rms_norm_eps: float = 1e-5
     attention_bias: bool = False
 
-    rope_rules: ClassVar[RopeRules] = RopeRules(also=("alpha",))
+    model_type = "hunyuan_v1_dense"
+    architecture = "HunYuanDenseV1ForCausalLM"
+    names = Names(qk_norm=("self_attn.query_layernorm", "self_attn.key_layernorm"))
+    qk_norm = "rotated heads"
+    rope_rules = RopeRules(also=("alpha",))
 
     def rope(self, kind: str) -> Rope | None:
         """The type `dynamic` with `alpha` is a plain rope with another base."""
@@ -30,10 +30,3 @@ class HunyuanKeys(DenseKeys, frozen=True, kw_only=True):
         rope, dim = read_rope(plain, self.rope_rules, self.width), self.width
         stretched = positive_number(scaling["alpha"], "alpha") ** (dim / (dim - 2))
         return replace(rope, theta=rope.theta * stretched)
-
-
-def describe(hf: HunyuanKeys) -> DecoderSpec:
-    return hf.decoder("HunYuanDenseV1ForCausalLM", hf.layers(qk_norm="rotated heads"), names=NAMES)
-
-
-FAMILY = Family("hunyuan_v1_dense", "HunYuanDenseV1ForCausalLM", HunyuanKeys, describe)

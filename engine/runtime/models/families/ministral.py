@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 from engine.runtime.models.families.mistral import MistralKeys
-from engine.runtime.models.families.mistral import describe as describe_mistral
-from engine.runtime.models.family import Family
-from engine.runtime.models.spec import DecoderSpec
 
 
-def describe(hf: MistralKeys) -> DecoderSpec:
-    return describe_mistral(hf, "MinistralForCausalLM")
-
-
-FAMILY = Family("ministral", "MinistralForCausalLM", MistralKeys, describe, ("MistralForCausalLM",))
+class MinistralKeys(MistralKeys, frozen=True, kw_only=True):
+    model_type = "ministral"
+    architecture = "MinistralForCausalLM"
+    also_named = ("MistralForCausalLM",)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar
+from collections.abc import Mapping
+from typing import Any
 
-from engine.runtime.models.dense import FULL_ATTENTION, DenseKeys
-from engine.runtime.models.family import Family
+from engine.runtime.models.dense import DenseKeys
 from engine.runtime.models.rope import RopeRules, UnsupportedRope, chosen, positive_number
-from engine.runtime.models.spec import DecoderSpec, Llama3, Rope, Tempering, Yarn
+from engine.runtime.models.spec import Attention, DeltaNet, Llama3, Rope, Tempering, Yarn
 
 BETA = "llama_4_scaling_beta"
 SILENT: Mapping[str, Any] = {
@@ -27,8 +26,11 @@ class Ministral3Keys(DenseKeys, frozen=True, kw_only=True):
     num_key_value_heads: int | None = 8
     head_dim: int | None = 128
 
-    slides: ClassVar[bool] = True
-    rope_rules: ClassVar[RopeRules] = RopeRules(also=(BETA, "max_position_embeddings"))
+    model_type = "ministral3"
+    architecture = "Ministral3ForCausalLM"
+    slides = True
+    layers_alike = True
+    rope_rules = RopeRules(also=(BETA, "max_position_embeddings"))
 
     @property
     def rope_fields(self) -> Mapping[str, Any]:
@@ -42,18 +44,8 @@ class Ministral3Keys(DenseKeys, frozen=True, kw_only=True):
         positive_number(chosen(self.rope_fields)[1].get(BETA), BETA)
         return found
 
-    def contradictions(self) -> Iterator[str]:
-        if not self.fits_window:
-            yield "layer_types that differ from sliding_window are not supported"
-        yield from super().contradictions()
-
-
-def describe(hf: Ministral3Keys) -> DecoderSpec:
-    scaling = hf.rope(FULL_ATTENTION).scaling
-    assert isinstance(scaling, Yarn | Llama3)
-    beta = float(chosen(hf.rope_fields)[1][BETA])
-    tempering = Tempering(beta, scaling.original_context_len)
-    return hf.decoder("Ministral3ForCausalLM", hf.layers(tempering=tempering))
-
-
-FAMILY = Family("ministral3", "Ministral3ForCausalLM", Ministral3Keys, describe)
+    def attention(self, kind: str, **options: Any) -> Attention | DeltaNet:
+        scaling = self.rope(kind).scaling
+        assert isinstance(scaling, Yarn | Llama3)
+        beta = float(chosen(self.rope_fields)[1][BETA])
+        return super().attention(kind, tempering=Tempering(beta, scaling.original_context_len), **options)

@@ -4,19 +4,15 @@ width."""
 from __future__ import annotations
 
 from engine.runtime.models.dense import DenseKeys
-from engine.runtime.models.family import Family
-from engine.runtime.models.spec import DecoderSpec, Names
-
-NAMES = Names(attention_post_norm="post_attention_layernorm", mlp_post_norm="post_feedforward_layernorm")
+from engine.runtime.models.spec import Names
 
 
 class Olmo2Keys(DenseKeys, frozen=True, kw_only=True):
     rms_norm_eps: float = 1e-5
     attention_bias: bool = False
 
-
-def describe(hf: Olmo2Keys, architecture: str = "Olmo2ForCausalLM") -> DecoderSpec:
-    return hf.decoder(architecture, hf.layers("behind", qk_norm="width"), names=NAMES)
-
-
-FAMILY = Family("olmo2", "Olmo2ForCausalLM", Olmo2Keys, describe)
+    model_type = "olmo2"
+    architecture = "Olmo2ForCausalLM"
+    names = Names(attention_post_norm="post_attention_layernorm", mlp_post_norm="post_feedforward_layernorm")
+    norms = "behind"
+    qk_norm = "width"

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from engine.runtime.models.dense import DEFAULT_WINDOW
 from engine.runtime.models.families.olmo2 import Olmo2Keys
-from engine.runtime.models.families.olmo2 import describe as describe_olmo2
-from engine.runtime.models.family import Family
 from engine.runtime.models.rope import RopeRules, read_ropes
-from engine.runtime.models.spec import DecoderSpec, Rope
+from engine.runtime.models.spec import Rope
 
 
 class Olmo3Keys(Olmo2Keys, frozen=True, kw_only=True):
     sliding_window: int | None = DEFAULT_WINDOW
 
-    slides: ClassVar[bool] = True
-    rope_rules: ClassVar[RopeRules] = RopeRules(theta=500_000.0)
+    model_type = "olmo3"
+    architecture = "Olmo3ForCausalLM"
+    slides = True
+    rope_rules = RopeRules(theta=500_000.0)
 
     @property
     def kinds(self) -> list[str]:
@@ -24,10 +22,3 @@ class Olmo3Keys(Olmo2Keys, frozen=True, kw_only=True):
 
     def rope(self, kind: str) -> Rope | None:
         return read_ropes(self.rope_fields, self.rope_rules, self.width)[kind]
-
-
-def describe(hf: Olmo3Keys) -> DecoderSpec:
-    return describe_olmo2(hf, "Olmo3ForCausalLM")
-
-
-FAMILY = Family("olmo3", "Olmo3ForCausalLM", Olmo3Keys, describe)

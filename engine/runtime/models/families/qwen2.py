@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from engine.runtime.models.dense import DEFAULT_WINDOW, FULL_ATTENTION, SLIDING_ATTENTION, DenseKeys
-from engine.runtime.models.family import Family
-from engine.runtime.models.spec import DecoderSpec
 
 
 class Qwen2Keys(DenseKeys, frozen=True, kw_only=True):
@@ -15,11 +11,10 @@ class Qwen2Keys(DenseKeys, frozen=True, kw_only=True):
     use_sliding_window: bool = False
     max_window_layers: int = 28
 
-    slides: ClassVar[bool] = True
-
-    @property
-    def window(self) -> int | None:
-        return self.sliding_window if self.use_sliding_window else None
+    model_type = "qwen2"
+    architecture = "Qwen2ForCausalLM"
+    slides = True
+    qkv_bias = True
 
     @property
     def kinds(self) -> list[str]:
@@ -28,10 +23,3 @@ class Qwen2Keys(DenseKeys, frozen=True, kw_only=True):
         first = self.num_hidden_layers if self.window is None else self.max_window_layers
         layers = range(self.num_hidden_layers)
         return [SLIDING_ATTENTION if layer >= first else FULL_ATTENTION for layer in layers]
-
-
-def describe(hf: Qwen2Keys) -> DecoderSpec:
-    return hf.decoder("Qwen2ForCausalLM", hf.layers(bias=True))
-
-
-FAMILY = Family("qwen2", "Qwen2ForCausalLM", Qwen2Keys, describe)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from engine.runtime.models.dense import FULL_ATTENTION, LINEAR_ATTENTION, DenseKeys
-from engine.runtime.models.family import Family, Whole
+from engine.runtime.models.dense import FULL_ATTENTION, LINEAR_ATTENTION, DenseKeys, Whole
 from engine.runtime.models.rope import RopeRules
-from engine.runtime.models.spec import DecoderSpec, DeltaNet, Layer, Names
+from engine.runtime.models.spec import Attention, DecoderSpec, DeltaNet, Names
 from shared.text.model_files import KeyMeanings, only
 
-NAMES = Names(foreign=("mtp.", "model.visual."))
 MROPE = "mrope_section", "mrope_interleaved"  # of images: for text alone it is plain
 OF_DELTA = "num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim"
 SIZES = tuple(f"linear_{name}" for name in OF_DELTA)
@@ -30,10 +28,16 @@ class Qwen35Keys(DenseKeys, frozen=True, kw_only=True):
     mtp_num_hidden_layers: int | None = 0
     mtp_use_dedicated_embeddings: bool | None = False
 
-    period_key: ClassVar[str] = "full_attention_interval"
-    also_kinds: ClassVar[tuple[str, ...]] = (LINEAR_ATTENTION,)
-    also_sizes: ClassVar[tuple[str, ...]] = ("full_attention_interval", *SIZES)
-    rope_rules: ClassVar[RopeRules] = RopeRules(part=0.25, partial=True, also=MROPE)
+    model_type = "qwen3_5_text"
+    architecture = "Qwen3_5ForCausalLM"
+    whole = Whole("qwen3_5", "Qwen3_5ForConditionalGeneration", "model.language_model.")
+    names = Names(foreign=("mtp.", "model.visual."))
+    norm_offset = 1.0
+    qk_norm = "heads"
+    period_key = "full_attention_interval"
+    also_kinds = (LINEAR_ATTENTION,)
+    also_sizes = ("full_attention_interval", *SIZES)
+    rope_rules = RopeRules(part=0.25, partial=True, also=MROPE)
     limits: ClassVar[KeyMeanings] = {
         "attn_output_gate": only(True),
         "output_gate_type": only("swish"),
@@ -46,15 +50,11 @@ class Qwen35Keys(DenseKeys, frozen=True, kw_only=True):
             yield "linear_num_value_heads must be a multiple of linear_num_key_heads"
         yield from super().contradictions()
 
+    def attention(self, kind: str, **options: Any) -> Attention | DeltaNet:
+        if kind == LINEAR_ATTENTION:
+            return DeltaNet(*(getattr(self, name) for name in SIZES))
+        return super().attention(kind, output_gate=True, **options)
 
-def describe(hf: Qwen35Keys) -> DecoderSpec:
-    delta = DeltaNet(*(getattr(hf, name) for name in SIZES))
-    full = hf.attention(FULL_ATTENTION, qk_norm="heads", output_gate=True)
-    layers = (Layer(full if kind == FULL_ATTENTION else delta, hf.mlp()) for kind in hf.kinds)
-    has_mtp = hf.mtp_num_hidden_layers == 1 and not hf.mtp_use_dedicated_embeddings
-    mtp = Layer(full, hf.mlp()) if has_mtp else None
-    return hf.decoder("Qwen3_5ForCausalLM", layers, norm=hf.norm(offset=1.0), names=NAMES, mtp=mtp)
-
-
-WHOLE = Whole("qwen3_5", "Qwen3_5ForConditionalGeneration", "model.language_model.")
-FAMILY = Family("qwen3_5_text", "Qwen3_5ForCausalLM", Qwen35Keys, describe, whole=WHOLE)
+    def describe(self, **options: Any) -> DecoderSpec:
+        has_mtp = self.mtp_num_hidden_layers == 1 and not self.mtp_use_dedicated_embeddings
+        return super().describe(mtp=self.layer(FULL_ATTENTION) if has_mtp else None, **options)

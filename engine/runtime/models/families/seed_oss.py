@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from engine.runtime.models.dense import DenseKeys
-from engine.runtime.models.family import Family
-from engine.runtime.models.spec import DecoderSpec
 
 
 class SeedOssKeys(DenseKeys, frozen=True, kw_only=True):
@@ -14,9 +12,5 @@ class SeedOssKeys(DenseKeys, frozen=True, kw_only=True):
     attention_out_bias: bool = False
     mlp_bias: bool = False
 
-
-def describe(hf: SeedOssKeys) -> DecoderSpec:
-    return hf.decoder("SeedOssForCausalLM", hf.layers(out_bias=hf.attention_out_bias))
-
-
-FAMILY = Family("seed_oss", "SeedOssForCausalLM", SeedOssKeys, describe)
+    model_type = "seed_oss"
+    architecture = "SeedOssForCausalLM"

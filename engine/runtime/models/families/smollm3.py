@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import ClassVar
 
 from engine.runtime.models.dense import FULL_ATTENTION, SLIDING_ATTENTION, DenseKeys
-from engine.runtime.models.family import Family
 from engine.runtime.models.rope import RopeRules
-from engine.runtime.models.spec import DecoderSpec, Layer
+from engine.runtime.models.spec import Layer
 
 
 class Smollm3Keys(DenseKeys, frozen=True, kw_only=True):
@@ -20,13 +18,11 @@ class Smollm3Keys(DenseKeys, frozen=True, kw_only=True):
     no_rope_layers: list[int] | None = None
     no_rope_layer_interval: int = 4
 
-    slides: ClassVar[bool] = True
-    positives: ClassVar[tuple[str, ...]] = ("no_rope_layer_interval",)
-    rope_rules: ClassVar[RopeRules] = RopeRules(theta=2_000_000.0)
-
-    @property
-    def window(self) -> int | None:
-        return self.sliding_window if self.use_sliding_window else None
+    model_type = "smollm3"
+    architecture = "SmolLM3ForCausalLM"
+    slides = True
+    positives = ("no_rope_layer_interval",)
+    rope_rules = RopeRules(theta=2_000_000.0)
 
     @property
     def is_told(self) -> list[int]:
@@ -47,12 +43,6 @@ class Smollm3Keys(DenseKeys, frozen=True, kw_only=True):
         else:
             yield from super().contradictions()
 
-
-def describe(hf: Smollm3Keys) -> DecoderSpec:
-    def layer(kind: str, told: int) -> Layer:
-        return Layer(hf.attention(kind, rope=hf.rope(kind) if told else None), hf.mlp())
-
-    return hf.decoder("SmolLM3ForCausalLM", map(layer, hf.kinds, hf.is_told))
-
-
-FAMILY = Family("smollm3", "SmolLM3ForCausalLM", Smollm3Keys, describe)
+    def layers(self) -> Iterator[Layer]:
+        for kind, told in zip(self.kinds, self.is_told, strict=True):
+            yield self.layer(kind) if told else self.layer(kind, rope=None)

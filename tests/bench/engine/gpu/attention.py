@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from engine.runtime.attention.build import Bounds, build_backends
 from engine.runtime.attention.triton_paged import TritonPrefill
-from engine.runtime.kernels.delta_net import DeltaLayer, DeltaRows, delta_chunks, delta_step
+from engine.runtime.kernels.delta_net import Cells, DeltaLayer, DeltaRows, delta_chunks, delta_step
 from engine.runtime.setup.backends import NAMES, BackendChoice, Need, choose
 from engine.runtime.setup.model_errors import BadRunnerConfig
 from engine.runtime.step.batch import Row
@@ -75,7 +75,7 @@ def decode(
     lengths = before + (context - drafts)
     q = torch.randn(batch * tokens, HEADS, DIM, dtype=torch.bfloat16, device=CUDA)
     back_end.plan(lengths.tolist())
-    ahead = Ahead(before, drafts - before, before, tokens) if drafts else None
+    ahead = Ahead(before, drafts - before, before, tokens, before) if drafts else None
 
     def run() -> None:
         step = back_end.on_device(tables, lengths, ahead)
@@ -117,20 +117,25 @@ def prefill(length: int, name: str) -> dict[str, Any]:
     return {"tokens": length, "ms": ms, "flops": flops / ms * 1e3, "share": flops / floors()[1] / ms * 1e3}
 
 
-def delta_net(batch: int, length: int = 0) -> dict[str, Any]:
+def delta_net(batch: int, length: int = 0, drafts: int = 0) -> dict[str, Any]:
     """Measure a step of so many rows, or prompts of `length` tokens: each layer reads and writes its states,
-    and a prompt's floor is that of its own tensors, read and written once."""
-    own, rows = QWEN3_5_08B.deltas[0], batch * max(1, length)
+    and a prompt's floor is that of its own tensors, read and written once. `drafts`: those that each row of a
+    step verifies, each of which writes a state more."""
+    own, rows = QWEN3_5_08B.deltas[0], batch * max(1, length, drafts + 1)
     size = own.value_heads * own.key_dim * own.value_dim * 4
     layers = max(LAYERS_MIN, -(-TURN_BYTES // (2 * batch * size)))
-    states = States(StateGeometry((own,) * layers, torch.bfloat16), batch, CUDA)
+    states = States(StateGeometry((own,) * layers, torch.bfloat16), batch, CUDA, batch * drafts)
     of_heads = torch.rand(own.value_heads, device=CUDA)
     conv, norm = torch.randn(own.kernel, own.channels, device=CUDA), torch.ones(own.value_dim, device=CUDA)
     layer = DeltaLayer(own, DeltaWeights(conv, of_heads, of_heads, norm), 1e-6)
     x = torch.randn(rows, own.channels + own.values + 2 * own.value_heads, device=CUDA).to(torch.bfloat16)
     out = x.new_empty(rows, own.values)
-    slots = torch.arange(batch, dtype=torch.int32, device=CUDA)
+    slots = torch.arange(batch, dtype=torch.int32, device=CUDA).repeat_interleave(drafts + 1)
     lengths = torch.full_like(slots, 2048)
+    before = torch.arange(drafts + 1, dtype=torch.int32, device=CUDA).repeat(batch)
+    windows = torch.arange(len(before), dtype=torch.int32, device=CUDA) - slots - (before > 0).int()
+    ahead = Ahead(before, drafts - before, before, drafts + 1, windows) if drafts else None
+    cells = None if states.order is None else Cells(states.order, batch)
     tables = DeltaRows.of([Row(slot, 0, length, slot * length) for slot in range(batch)], CUDA)
 
     def run() -> None:
@@ -139,13 +144,13 @@ def delta_net(batch: int, length: int = 0) -> dict[str, Any]:
             if length:
                 delta_chunks(x, tables, layer, *kept, out)
             else:
-                delta_step(x, slots, lengths, layer, *kept, out)
+                delta_step(x, slots, lengths, layer, *kept, out, cells, ahead)
 
     run()
     assert torch.isfinite(out).all(), "not finite"
     us = graph_ms(run) / layers * 1e3
-    moved = 2 * batch * size + (x.numel() + out.numel()) * 2
-    fields = {"batch": batch, "tokens": length, "us": us, "bytes_per_s": moved / us * 1e6}
+    moved = (2 + drafts) * batch * size + (x.numel() + out.numel()) * 2
+    fields = {"batch": batch, "tokens": length, "drafts": drafts, "us": us, "bytes_per_s": moved / us * 1e6}
     return fields | {"share": moved / floors()[0] / us * 1e6}
 
 
@@ -153,6 +158,9 @@ def main() -> int:
     ok = True
     for batch in (1, 32, 256):
         ok &= check("attention", f"delta net step batch {batch}", partial(delta_net, batch))
+    for drafts in (1, 3, 7):
+        row = f"delta net step batch 32 with {drafts} drafts"
+        ok &= check("attention", row, partial(delta_net, 32, drafts=drafts))
     for batch, length in ((1, 2048), (1, 8192), (8, 1024)):
         row = f"delta net prompts {batch} of {length}"
         ok &= check("attention", row, partial(delta_net, batch, length))

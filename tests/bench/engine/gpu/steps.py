@@ -20,7 +20,7 @@ from torch import Tensor
 
 from engine.contract.messages import SamplingParams
 from engine.runtime.attention.triton_paged import LibraryPrefill, TritonDecode, TritonPrefill
-from engine.runtime.device.device_decoder import DecodeStep, DeviceDecoder, StepTokens
+from engine.runtime.device.device_decoder import DecodeStep, DeviceDecoder, StepTables, StepTokens
 from engine.runtime.device.device_sampling import DeviceSampling, SamplingScratch, sample
 from engine.runtime.device.device_shard import DRAFTS_MAX, OVERLAP_CAPABILITY
 from engine.runtime.device.graphs import CudaGraphDevice, DecodeGraphs, Drafted, StepShape
@@ -109,7 +109,7 @@ class Bench:
         """Measure a step in which each row verifies so many drafts, as a graph."""
         tokens, slots = drafts + 1, range(batch)
         step = self._step(batch, context, torch.bfloat16, tokens)
-        together = next(count for count in step.attention.together if count >= tokens)
+        together = next(count for count in step.kept.attention.together if count >= tokens)
         shape = StepShape(batch * tokens, together)
         graphs = DecodeGraphs(step, [batch], batch, CUDA, verified=[shape])
         before = [at for _ in slots for at in range(tokens)]
@@ -167,12 +167,12 @@ class Bench:
         asked = [SamplingParams(seed=slot, max_tokens=1) for slot in range(batch)]
         sampling.seat_all(range(batch), asked, [context + 1] * batch)
         scratch = SamplingScratch.empty(batch * each, config.vocab_size, self.decoder.dtype, CUDA)
-        tables = tokens, table, sampling, scratch
-        return DecodeStep(self.decoder, cache, attention, *tables, states=self._states(batch + 1))
+        kept = StepTables(tokens, table, cache, attention, self._states(batch + 1, batch * (each - 1)))
+        return DecodeStep(self.decoder, kept, sampling, scratch)
 
-    def _states(self, slots: int) -> States | None:
+    def _states(self, slots: int, windows: int = 0) -> States | None:
         geometry = StateGeometry.of(self.config, self.decoder.dtype)
-        return States(geometry, slots, CUDA) if self.config.deltas else None
+        return States(geometry, slots, CUDA, windows) if self.config.deltas else None
 
     def _shares(
         self, ms: float, batch: int, context: int, kv_dtype: torch.dtype, tokens: int = 1
@@ -379,6 +379,7 @@ def main() -> int:
         flat_rows,
         partial(drafted, LLAMA, DRAFTED_BATCHES, DRAFTED),
         partial(drafted, QWEN, DRAFTED_BATCHES, DRAFTED),
+        partial(drafted, HYBRID, (1, 32), (0, 1, 3, 7)),
         partial(overlapped, LLAMA, (1, 32, 256)),
         partial(overlapped, QWEN, (1, 32, 256)),
         partial(overlapped, HYBRID, (1,)),

@@ -53,7 +53,7 @@ class FakeGraphs:
     timer: Timer | None = None
 
     def warm_up(self, run: Callable[[], object]) -> None:
-        run()
+        """Nothing: what is captured runs as well, and the interpreter has nothing to load."""
 
     def capture(self, run: Callable[[], Output]) -> RunAgain[Output]:
         output = run()
@@ -154,7 +154,16 @@ def load_fake(
     timed: bool = False,
     **overrides: Any,
 ) -> DeviceRunner:
-    """By `fake_config`, profile run and capture included unless `kv_cache_memory` is told. No steps are timed
-    unless `timed`: they say nothing of the interpreter, and take it half of a load."""
-    with nullcontext() if timed else mock.patch.object(starting, "time_steps", return_value=()):
+    """By `fake_config`, profile run and capture included unless `kv_cache_memory` is told. Steps are run to
+    warm up and timed only where `timed` says so."""
+    with nullcontext() if timed else cold():
         return load_on_card(fake_config(path, **overrides), card or FakeCard(), progress)
+
+
+@contextmanager
+def cold() -> Iterator[None]:
+    """No steps are run to warm up, nor timed: they say nothing of the interpreter, and take it most of a
+    load."""
+    untimed = mock.patch.multiple(starting, time_steps=lambda *_: (), time_guesses=lambda _: 0.01)
+    with untimed, mock.patch.object(starting, "warm_up"):
+        yield

@@ -29,6 +29,9 @@ def test_what_is_left_is_for_pages() -> None:
 
 def test_snapshots_of_states_take_what_is_of_use_and_no_more_than_the_pages() -> None:
     assert kv_page_count(H200, 0.9, PAGE, MANY, 20 * GIB) == (126 - 19 - 20) * GIB // PAGE
+    assert kv_page_count(H200, 0.9, PAGE, MANY, 20 * GIB, 10 * GIB) == (126 - 19 - 30) * GIB // PAGE
+    left = (126 - 19) * GIB - ((126 - 19) * GIB - 4 * PAGE) // 3
+    assert kv_page_count(H200, 0.9, PAGE, MANY, 0, 200 * GIB) == left // PAGE
     assert kv_page_count(H200, 0.9, PAGE, MANY, 200 * GIB) == (126 - 19) * GIB // 2 // PAGE
     with pytest.raises(DoesNotFit, match="do not hold"):
         kv_page_count(replace(H200, weights=130 * GIB), 0.9, PAGE, MANY, 20 * GIB)

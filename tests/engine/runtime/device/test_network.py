@@ -10,7 +10,13 @@ from torch import Tensor
 
 from engine.contract.messages import Plan, SamplingParams, SlotAssignment, Want
 from engine.runtime.attention.triton_paged import TritonDecode, TritonPrefill
-from engine.runtime.device.device_decoder import DecodeStep, DeviceDecoder, DeviceModel, StepTokens
+from engine.runtime.device.device_decoder import (
+    DecodeStep,
+    DeviceDecoder,
+    DeviceModel,
+    StepTables,
+    StepTokens,
+)
 from engine.runtime.device.device_sampling import DeviceSampling, SamplingScratch
 from engine.runtime.device.graphs import DecodeGraphs, DecodeInputs, batch_buckets
 from engine.runtime.device.slots import DeviceBatch, DeviceSlots
@@ -117,12 +123,13 @@ def _logprobs(path: Path, by_tiles: bool) -> Tensor:
     found = [model.logits(hidden)]
     for at in range(PROMPT_LEN, TOKENS):
         inputs = DecodeInputs(torch.tensor([0], dtype=torch.int32), torch.tensor([at + 1], dtype=torch.int32))
-        stream = decoder.decode(inputs, slots.tokens, slots.page_table, cache, decode, model.states)
+        kept = StepTables(slots.tokens, slots.page_table, cache, decode, model.states)
+        stream = decoder.decode(inputs, kept)
         found.append(decoder.logits(stream).clone())
     return torch.cat(found).log_softmax(-1)
 
 
-@pytest.mark.parametrize("tiles", [False, True])
+@pytest.mark.parametrize("tiles", some([True, False], usual=1))
 def test_decode_steps_from_the_device_go_on_where_the_runner_stopped(
     tiny_model: MakeModel, tiles: bool
 ) -> None:
@@ -153,7 +160,8 @@ def test_decode_steps_from_the_device_go_on_where_the_runner_stopped(
     scratch = SamplingScratch.empty(4, vocab, model.decoder.dtype, CPU)
     if tiles:
         model.decoder.table = all_by_tiles(model.decoder.linears)
-    step = DecodeStep(model.decoder, runner.cache, model.decode, tokens, table, sampling, scratch)
+    kept = StepTables(tokens, table, runner.cache, model.decode)
+    step = DecodeStep(model.decoder, kept, sampling, scratch)
     graphs = DecodeGraphs(step, batch_buckets(4), padding, CPU)
     lengths = [len(life.tokens) for life in lives]
     found = [graphs.eager([0, 1, 2], [length + i for length in lengths])[0][:3].tolist() for i in range(3)]

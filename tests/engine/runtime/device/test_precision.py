@@ -32,7 +32,7 @@ from tests.engine.runtime.test_fp8_checkpoint import make_fp8
 
 FP8 = torch.float8_e4m3fn
 aten = torch.ops.aten
-PROMPT = list(range(2, 14))
+PROMPT = list(range(2, 11))
 NARROW = SMALL | {"num_hidden_layers": 2}
 """Each layer of a cache has scales of its own."""
 KV_SCALES = {

@@ -25,6 +25,8 @@ from tests.engine.runtime.config_oracle import Weights
 from tests.engine.runtime.conftest import MakeModel
 from tests.engine.runtime.device.card import FakeCard, Specialized, fake_config, load_fake, specialized
 from tests.engine.runtime.device.test_runner import COMPANY, HYBRID, SMALL, lead, lead_by_drafts, lead_few
+from tests.engine.runtime.guessing import guessing_model
+from tests.engine.runtime.guessing import lead as lead_guessing
 
 # the interpreter computes bfloat16 wrongly: which products overflow depends on the tiles that were drawn
 pytestmark = pytest.mark.filterwarnings(
@@ -139,6 +141,15 @@ def test_nor_does_a_model_with_states(tmp_path: Path) -> None:
     with card.watched():
         lead_few(load_fake(path, card, timed=True, max_num_seqs=3, dtype="bfloat16"), 3)
     assert {"delta_step_kernel", "carry_kernel"} <= {name for name, _ in card.launched}
+    card.assert_compiled_before()
+
+
+def test_nor_do_drafts_of_a_model_with_states_and_an_mtp_layer(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"max_num_seqs": 2, "dtype": "bfloat16", "max_drafts": 4}
+    card = Seen()
+    with card.watched():
+        lead_guessing(load_fake(guessing_model(tmp_path / "model"), card, timed=True, **settings), 4)
+    assert {"delta_verify_kernel", "turn_kernel"} <= {name for name, _ in card.launched}
     card.assert_compiled_before()
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.effort import some
 from tests.engine.embedders import KINDS, Kind, make_embedder, reference_vectors
 from tests.engine.runtime.device.card import FakeCard, load_fake
 from tests.engine.runtime.device.test_runner import SMALL
@@ -14,7 +15,7 @@ from tests.engine.runtime.test_embeddings import apart, prompts, vectors
 LENGTHS = (5, 17, 1, 30)
 
 
-@pytest.mark.parametrize("kind", [KINDS[0], KINDS[3]], ids=str)
+@pytest.mark.parametrize("kind", some([KINDS[3], KINDS[0]], usual=1), ids=str)
 def test_each_module_and_in_chunks(tmp_path: Path, kind: Kind) -> None:
     path, given = make_embedder("qwen3", tmp_path / "model", kind, **SMALL), prompts(5, LENGTHS)
     runner = load_fake(path, FakeCard(), max_num_seqs=8, kv_cache_memory=1 << 20, enforce_eager=True)

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -149,6 +149,10 @@ Row = tuple[SamplingParams, list[int], list[int], int, set[int] | None]
 
 @settings(max_examples=drawn(37, whole=750), deadline=None)
 @given(st.lists(ROW, min_size=1, max_size=6))
+@example([(SamplingParams(seed=1, max_tokens=8, temperature=1.0, top_p=0.0), [1], [], 0, None)])
+@example(
+    [(SamplingParams(seed=1, max_tokens=8, temperature=0.0, presence_penalty=1.5), [*range(6)], [], 0, None)]
+)
 def test_every_row_is_drawn_from_its_own_reference_distribution(rows: list[Row]) -> None:
     check_draws(rows)
 

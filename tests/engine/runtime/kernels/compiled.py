@@ -3,7 +3,7 @@
 A kernel is replaced by something that records its launch; the product's own function is called with tensors
 that have no memory; and what was recorded is compiled. Run as a program (the interpreter of the other tests
 cannot be switched off in their process): prints one JSON line per launch. Every run compiles a tile of each
-kind; by command, every tile that a start may choose.
+kind; by command, every tile that a start may choose, and what differs in a condition alone.
 """
 
 from __future__ import annotations
@@ -199,8 +199,8 @@ def before_the_wait(ptx: str) -> dict[str, int]:
 
 
 def report_dependent() -> None:
-    """All that a decode step launches. But for those that read weights ahead, attention and its store, they
-    are compiled so by command alone."""
+    """All that a decode step launches. But for those that read weights ahead, and the store, they are
+    compiled so by command alone."""
     norm = fused.Norm(meta(1024, dtype=torch.float32), 1e-6)
     stream, weight = fused.ResidualStream(meta(1, 1024), meta(1, 1024)), matrix(6144, 1024, torch.bfloat16)
     gated = partial(matmul.normed_matmul, stream, norm, weight, gated=True)
@@ -212,8 +212,8 @@ def report_dependent() -> None:
         ("gated", matmul, "skinny_kernel", partial(gated, matmul.TILES_ALONE[1])),
         ("matmul", matmul, "skinny_kernel", partial(matmul.skinny_matmul, row[:1], wide, matmul.TILES[0])),
         ("split", split_matmul, "split_kernel", partial(split_matmul.split_matmul, few, wide, tile)),
-        ("decode", decode_attention, "decode_kernel", decode_launch(32, 8, 128)),
         ("store", fused, "norm_rotate_store_kernel", store_launch),
+        ("decode", decode_attention, "decode_kernel", decode_launch(32, 8, 128)),
         *(("gated", matmul, "skinny_kernel", partial(gated, tile)) for tile in matmul.TILES[:2]),
         ("restore", restoring, "restore_kernel", partial(restoring.restored, fp8, torch.bfloat16)),
         ("begin", begin, "begin_step_kernel", begin_launch),
@@ -225,7 +225,7 @@ def report_dependent() -> None:
         ("silu", fused, "silu_mul_kernel", partial(fused.silu_mul, meta(32, 28_672))),
         *(("sampling", device_sampling, name, sample_launch) for name in SAMPLING),
     ]
-    for number, (name, module, kernel, launch) in enumerate(some(launches, usual=5)):
+    for number, (name, module, kernel, launch) in enumerate(some(launches, usual=4)):
         report(f"dependent {name} {number}", module, kernel, launch, dependently=True)
 
 
@@ -284,18 +284,16 @@ def report_decode() -> None:
     module = decode_attention
     report("list_work", module, "list_work_kernel", list_launch)
     report("decode 8B", module, "decode_kernel", decode_launch(32, 8, 128))
-    report("decode window", module, "decode_kernel", decode_launch(28, 4, 128, 4096))
     report("decode fp8 cache", module, "decode_kernel", decode_launch(32, 8, 128, dtype=torch.float8_e4m3fn))
     own = meta(256, dtype=torch.int32)
     report("list_work drafts", module, "list_work_kernel", partial(list_launch, own))
     fp8: dict[str, Any] = {"dtype": torch.float8_e4m3fn}
-    drafted = [
-        ("8B", decode_launch(32, 8, 128, queries=4)),
-        ("fp8 cache wide", decode_launch(32, 8, 128, queries=16, **fp8)),
-    ]
+    drafted = [("fp8 cache wide", decode_launch(32, 8, 128, queries=16, **fp8))]
     if IS_WHOLE:
+        report("decode window", module, "decode_kernel", decode_launch(28, 4, 128, 4096))
         report("decode Qwen3.5", module, "decode_kernel", decode_launch(8, 2, 256))
         drafted += [
+            ("8B", decode_launch(32, 8, 128, queries=4)),
             ("8B wide", decode_launch(32, 8, 128, queries=16)),
             ("window wide", decode_launch(28, 4, 128, 4096, queries=8)),
             ("large heads wide", decode_launch(8, 2, 256, queries=8)),
@@ -329,10 +327,10 @@ def prefill_launch(
 def report_prefill() -> None:
     module = prefill_attention
     report("prefill 8B", module, "prefill_kernel", prefill_launch(32, 8, 128))
-    report("prefill window", module, "prefill_kernel", prefill_launch(28, 4, 128, 4096))
     fp8 = prefill_launch(32, 8, 128, dtype=torch.float8_e4m3fn)
     report("prefill fp8 cache", module, "prefill_kernel", fp8)
     if IS_WHOLE:
+        report("prefill window", module, "prefill_kernel", prefill_launch(28, 4, 128, 4096))
         report("prefill Qwen3.5", module, "prefill_kernel", prefill_launch(8, 2, 256))
 
 
@@ -393,7 +391,7 @@ def sample_launch(*, verifies: bool = False) -> object:
     columns = DeviceSampling.empty(64, vocab, device)
     scratch = device_sampling.SamplingScratch.empty(rows, vocab, torch.bfloat16, device)
     row = meta(rows, dtype=torch.int32)
-    ahead = Ahead(row, row, row, 4) if verifies else None
+    ahead = Ahead(row, row, row, 4, row) if verifies else None
     known = meta(64, 4097, dtype=torch.int32)
     with ExitStack() as stack:
         for kernel in SAMPLING:
@@ -428,6 +426,17 @@ def delta_step_launch(net: DeltaNet = QWEN3_5) -> None:
     delta_net.delta_step(x, row, row, layer, inputs, heads, meta(32, net.values))
 
 
+def delta_verify_launch(net: DeltaNet = QWEN3_5) -> None:
+    """32 tokens, of which some are drafts."""
+    layer, inputs, heads = delta_layer(net)
+    x, row = meta(32, net.channels + net.values + 2 * net.value_heads), meta(32, dtype=torch.int32)
+    cells = delta_net.Cells(meta(64, dtype=torch.int32), 33)
+    ahead, out = Ahead(row, row, row, 4, row), meta(32, net.values)
+    delta_net.delta_step(x, row, row, layer, inputs, heads, out, cells)
+    delta_net.delta_step(x, row, row, layer, inputs, heads, out, cells, ahead)
+    delta_net.turn_windows(row, ahead, row, cells)
+
+
 def delta_chunks_launch(net: DeltaNet = QWEN3_5) -> None:
     """A prompt of 2k tokens."""
     layer, inputs, heads = delta_layer(net)
@@ -444,14 +453,21 @@ DELTA_CHUNKS = tuple(f"{name}_kernel" for name in ("convolve", "keep_inputs", "p
 
 def report_delta() -> None:
     report("delta step", delta_net, "delta_step_kernel", delta_step_launch)
-    shared = partial(delta_step_launch, DeltaNet(16, 48, 128, 128, 4))
-    report("delta step of shared keys", delta_net, "delta_step_kernel", shared)
+    if IS_WHOLE:
+        shared = partial(delta_step_launch, DeltaNet(16, 48, 128, 128, 4))
+        report("delta step of shared keys", delta_net, "delta_step_kernel", shared)
+    for kernel, name in (("delta_step", "step in cells"), ("delta_verify", "drafts"), ("turn", "turn")):
+        verify = partial(delta_verify_launch, DeltaNet(16, 48, 128, 128, 4) if kernel == "turn" else QWEN3_5)
+        with ExitStack() as stack:
+            for other in ("delta_step_kernel", "delta_verify_kernel", "turn_kernel"):
+                stack.enter_context(recorded(delta_net, other))
+            report(f"delta {name}", delta_net, f"{kernel}_kernel", verify)
     for kernel in DELTA_CHUNKS:
         report(f"delta {kernel.removesuffix('_kernel')}", delta_net, kernel, delta_chunks_launch)
 
 
 def report_sampling() -> None:
-    for kernel in ("measure_kernel", "weigh_kernel", "choose_kernel"):
+    for kernel in some(("weigh_kernel", "measure_kernel", "choose_kernel"), usual=1):
         report(kernel.removesuffix("_kernel"), device_sampling, kernel, sample_launch)
     for kernel in ("measure_kernel", "choose_kernel", "settle_kernel"):
         launch = partial(sample_launch, verifies=True)
@@ -471,16 +487,19 @@ def report_fused_matmul() -> None:
     """Qwen3-0.6B's gate-up and QKV, a row, by every tile; and 8B's gate-up in fp8."""
     norm = fused.Norm(meta(1024, dtype=torch.float32), 1e-6)
     stream = fused.ResidualStream(meta(1, 1024), meta(1, 1024))
+    weight = matrix(6144, 1024, torch.bfloat16)
     for tile in some(matmul.TILES, usual=1):
         for name, gated in (("normed", False), ("gated", True)):
-            weight = matrix(6144, 1024, torch.bfloat16)
             launch = partial(matmul.normed_matmul, stream, norm, weight, tile, gated=gated)
             report(f"matmul {name} {tile.n}x{tile.k}", matmul, "skinny_kernel", launch)
-    gelu = partial(matmul.normed_matmul, stream, norm, matrix(6144, 1024, torch.bfloat16), matmul.TILES[1])
-    report("matmul gated gelu", matmul, "skinny_kernel", partial(gelu, gated=True, gelu=True))
-    begun = fused.ResidualStream(stream.residual)
-    launch = partial(matmul.normed_matmul, begun, norm, matrix(4096, 1024, torch.bfloat16), matmul.TILES[1])
-    report("matmul first", matmul, "skinny_kernel", launch)
+    if IS_WHOLE:
+        gelu = partial(matmul.normed_matmul, stream, norm, weight, matmul.TILES[1])
+        report("matmul gated gelu", matmul, "skinny_kernel", partial(gelu, gated=True, gelu=True))
+        begun = fused.ResidualStream(stream.residual)
+        launch = partial(
+            matmul.normed_matmul, begun, norm, matrix(4096, 1024, torch.bfloat16), matmul.TILES[1]
+        )
+        report("matmul first", matmul, "skinny_kernel", launch)
     norm = fused.Norm(meta(4096, dtype=torch.float32), 1e-6)
     stream = fused.ResidualStream(meta(16, 4096), meta(16, 4096))
     lone = fused.ResidualStream(meta(1, 4096), meta(1, 4096))
@@ -490,7 +509,7 @@ def report_fused_matmul() -> None:
                 matmul.normed_matmul, lone, norm, matrix(2 * 14_336, 4096, dtype), tile, gated=True
             )
             report(f"matmul alone {tile.n}x{tile.k}{name}", matmul, "skinny_kernel", launch)
-    for name, group in (("fp8", 0), ("fp8 blocks", 128)):
+    for name, group in some((("fp8 blocks", 128), ("fp8", 0)), usual=1):
         weight = matrix(2 * 14_336, 4096, torch.float8_e4m3fn, group)
         launch = partial(matmul.normed_matmul, stream, norm, weight, matmul.TILES[1], gated=True)
         report(f"matmul gated {name}", matmul, "skinny_kernel", launch)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.effort import drawn
+from tests.effort import drawn, some
 from tests.once import once
 
 pytestmark = pytest.mark.slow
@@ -43,7 +43,7 @@ def program(name: str, cache: Path, *arguments: str) -> str:
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Report]:
-    """Half a minute's work, which the processes of a run share."""
+    """A quarter of a minute's work, which the processes of a run share."""
     said = once(tmp_path_factory, "compiled", lambda: program("compiled", tmp_path_factory.mktemp("triton")))
     lines = [json.loads(line) for line in said.splitlines()]
     return {line.pop("name"): line for line in lines}
@@ -65,21 +65,20 @@ def test_decode_has_a_tile_in_flight_behind_another_in_each_of_three_programs(
     reports: dict[str, Report],
 ) -> None:
     tile = 2 * 64 * 128 * 2
-    for name, tiles in (("decode 8B", 2), ("decode window", 2), ("decode fp8 cache", 1.5)):
+    for name, tiles in some((("decode 8B", 2), ("decode fp8 cache", 1.5), ("decode window", 2)), usual=2):
         report = reports[name]
         assert tiles * tile <= report["shared_bytes"] <= SHARED_BYTES_MAX // 3 - 1024, name
         assert 3 * 128 * report["registers"] <= 65536, name
-    for name in ("decode 8B", "decode window", "decode fp8 cache"):
-        assert reports[name]["cp.async.cg"] > 0, name
-        assert reports[name]["mma.sync"] > 0, name
-        assert reports[name]["atom.global.gpu.acq_rel"] == 1, name
+        assert report["cp.async.cg"] > 0, name
+        assert report["mma.sync"] > 0, name
+        assert report["atom.global.gpu.acq_rel"] == 1, name
 
 
 def test_prefill_feeds_the_tensor_cores_from_shared_memory(reports: dict[str, Report]) -> None:
     tile = 2 * 64 * 128 * 2
     queries = 128 * 128 * 2
     assert queries + 2 * tile <= reports["prefill 8B"]["shared_bytes"]
-    for name in ("8B", "window", "fp8 cache"):
+    for name in some(("8B", "fp8 cache", "window"), usual=2):
         report = reports[f"prefill {name}"]
         assert report["wgmma.mma_async"] > 0, name
         assert report["mma.sync"] == 0, name
@@ -97,7 +96,9 @@ def test_chunks_of_delta_nets_feed_the_tensor_cores_and_fetch_ahead(reports: dic
 
 
 def test_a_step_of_a_delta_net_has_its_state_in_registers(reports: dict[str, Report]) -> None:
-    for name in ("delta step", "delta step of shared keys"):
+    """And between its tokens, where it verifies drafts."""
+    names = ("delta step", "delta step in cells", "delta drafts", "delta step of shared keys")
+    for name in some(names, usual=3):
         assert reports[name]["stack_bytes"] == 0, name
         assert 8 * 32 * reports[name]["registers"] <= 65536, name
 
@@ -160,7 +161,7 @@ def test_dependently_launched_kernels_wait_before_they_touch_anything_but_weight
     reports: dict[str, Report],
 ) -> None:
     dependent = {name: report for name, report in reports.items() if name.startswith("dependent ")}
-    assert len(dependent) == drawn(5, whole=19)
+    assert len(dependent) == drawn(4, whole=19)
     for name, report in dependent.items():
         assert report["waits"] == report["lets_start"] == 1, name
         assert report["touched"] == 0, name

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.runtime.attention.triton_paged import TritonDecode
 from engine.runtime.device import device_sampling as device_sampling
-from engine.runtime.device.device_decoder import DecodeStep, DeviceDecoder
+from engine.runtime.device.device_decoder import DecodeStep, DeviceDecoder, StepTables
 from engine.runtime.device.device_sampling import DeviceSampling, SamplingScratch
 from engine.runtime.device.graphs import DecodeInputs
 from engine.runtime.kernels import begin, decode_attention, delta_net, fused, matmul, split_matmul
@@ -92,7 +92,7 @@ def step_of(config: DecoderSpec) -> DecodeStep:
     sampling = DeviceSampling.empty(SLOTS, config.vocab_size, CPU)
     scratch = SamplingScratch.empty(SLOTS, config.vocab_size, torch.float32, CPU)
     states = States(StateGeometry.of(config, torch.float32), SLOTS)
-    return DecodeStep(decoder, cache, attention, tokens, table, sampling, scratch, states=states)
+    return DecodeStep(decoder, StepTables(tokens, table, cache, attention, states), sampling, scratch)
 
 
 Table = Callable[[DeviceDecoder], MatmulTable]

@@ -19,6 +19,7 @@ from tests.effort import some
 from tests.engine.models import VOCAB_SIZE
 from tests.engine.runtime.config_oracle import Weights
 from tests.engine.runtime.conftest import MakeModel, load
+from tests.engine.runtime.device.card import cold
 from tests.engine.runtime.device.test_runner import HYBRID, SMALL
 from tests.engine.runtime.device.test_with_scheduler import requests
 from tests.engine.runtime.parallel import device_rank
@@ -29,8 +30,8 @@ pytestmark = pytest.mark.slow
 SETTINGS: dict[str, Any] = {
     "dtype": "float32",
     "page_size": 16,
-    "max_num_seqs": 3,
-    "max_step_tokens": 40,
+    "max_num_seqs": 2,
+    "max_step_tokens": 16,
     "max_model_len": 64,
 }
 TOLERANCE = 1e-4
@@ -52,14 +53,15 @@ def test_two_ranks_with_graphs(
     monkeypatch.setattr(parallel_ranks, "MODULE", device_rank.__name__)
     monkeypatch.setattr(loading, "load_shard", device_rank.load_shard)
     alone = load(path, kernels="torch", **SETTINGS)
-    tokens, logprobs = all_said(serve(scheduler_of(alone), alone, requests()[:2]))
+    tokens, logprobs = all_said(serve(scheduler_of(alone), alone, requests(5)[:2]))
     config = RunnerConfig(str(path), tensor_parallel_size=2, threads=1, **SETTINGS)
     reasons: list[str] = []
-    runner = leader.lead(config, lambda stage: None, reasons.append)
+    with cold():
+        runner = leader.lead(config, lambda stage: None, reasons.append)
     try:
         assert isinstance(runner.own, DeviceRunner)
         assert runner.info.is_async
-        found, found_logprobs = all_said(serve_overlapped(scheduler_of(runner), runner, requests()[:2]))
+        found, found_logprobs = all_said(serve_overlapped(scheduler_of(runner), runner, requests(5)[:2]))
     finally:
         runner.close()
     assert found == tokens

@@ -270,6 +270,7 @@ def test_a_rank_that_finds_other_tokens_ends_it_all(tiny_model: MakeModel) -> No
     assert reasons == ["rank 1: its tokens of step 17 are not those of rank 0"]
 
 
+@pytest.mark.nightly
 def test_a_step_without_the_other_rank(tiny_model: MakeModel) -> None:
     """The main thread's collective ends, by an error that names who is missing."""
     with two_ranks(tiny_model("qwen3")) as runner:
@@ -280,7 +281,7 @@ def test_a_step_without_the_other_rank(tiny_model: MakeModel) -> None:
             runner.run(plan(1))
 
 
-@pytest.mark.parametrize("settings", [{"kernels": "native"}, {"weights": "int8"}])
+@pytest.mark.parametrize("settings", some([{"weights": "int8"}, {"kernels": "native"}], usual=1))
 def test_what_the_native_kernels_do_not_split_is_refused_where_they_are_asked_for(
     tiny_model: MakeModel, settings: dict[str, Any]
 ) -> None:

@@ -108,6 +108,7 @@ def test_ranks_end_with_the_engine(short_tmp: Path) -> None:
     assert list(short_tmp.iterdir()) == []
 
 
+@pytest.mark.nightly
 def test_a_stopped_rank_does_not_outlive_a_killed_engine(short_tmp: Path) -> None:
     with engine(short_tmp, *RANKS) as process:
         process.line("engine.ready")
