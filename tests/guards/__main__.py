@@ -29,7 +29,7 @@ def main(names: Sequence[str]) -> int:
         print("No guard and no bound has such a name.", file=sys.stderr)
         return 2
     with ExitStack() as stack:
-        copies = [stack.enter_context(copied()) for _ in range(os.cpu_count() or 1)]
+        copies = [stack.enter_context(copied()) for _ in range(min(len(wanted), os.cpu_count() or 1))]
         if not _pass(copies[0].root, sorted({test for one in wanted for test in one.tests})):
             print("These tests fail with nothing taken away.", file=sys.stderr)
             return 1
