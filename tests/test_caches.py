@@ -11,7 +11,7 @@ from gateway.admission.guarded_store import GuardedStore
 from gateway.client import answer, connection, deadlines
 from gateway.config.redis import RedisConfig
 from gateway.redis import links
-from gateway.relay import http1_requests, http2_client, upstream
+from gateway.relay import http1, http2_client, upstream
 from gateway.request import outbound
 from shared.http2 import headers
 from shared.process import logs
@@ -30,7 +30,7 @@ CACHES: dict[str, tuple[Any, int]] = {
     "notes": (STORE._notes_of, redis_store.ENCODED_MAX),
     "rows": (STORE._row_of, redis_store.ENCODED_MAX),
     "shares": (GuardedStore(broken(BrokenStore()))._share, guarded_store.SHARES_MAX),
-    "targets over HTTP/1.1": (http1_requests.target_of, http1_requests.TARGETS_MAX),
+    "targets over HTTP/1.1": (http1.target_of, http1.TARGETS_MAX),
     "targets over HTTP/2": (http2_client._target, http2_client.TARGETS_MAX),
     "media types": (upstream._media_type, upstream.TYPES_MAX),
     "tenants' headers": (outbound._same_for_all, outbound.TENANTS_KEPT_MAX),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 from collections import Counter
 from collections.abc import Iterable
@@ -19,21 +18,10 @@ PRODUCT = product()
 
 
 @lru_cache
-def names_in(file: str) -> frozenset[str]:
-    """The functions, classes and values of a file of tests."""
+def text_of(file: str) -> str:
+    """A file of tests. None has no text."""
     path = ROOT / file
-    body = ast.parse(path.read_text()).body if path.is_file() else []
-    defined = [
-        one.name for one in body if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
-    ]
-    assigned = [
-        target.id
-        for one in body
-        if isinstance(one, ast.Assign)
-        for target in one.targets
-        if isinstance(target, ast.Name)
-    ]
-    return frozenset([*defined, *assigned])
+    return path.read_text() if path.is_file() else ""
 
 
 def none(problems: Iterable[str]) -> None:
@@ -42,9 +30,18 @@ def none(problems: Iterable[str]) -> None:
         pytest.fail("\n".join(found))
 
 
-def is_there(test: str) -> bool:
+def decorators_of(test: str) -> str | None:
+    """What stands above a test. None where there is no such test."""
     file, _, name = test.partition("::")
-    return re.split(r"\[|::", name)[0] in names_in(file) if name else (ROOT / file).is_file()
+    name = re.escape(re.split(r"\[|::", name)[0])
+    found = re.search(rf"^(?:(?:async )?def|class) {name}\b|^{name} = ", text_of(file), re.MULTILINE)
+    return None if found is None else text_of(file)[: found.start()].rpartition("\n\n\n")[2]
+
+
+def draws_alone(test: str) -> bool:
+    """True if a test draws all its cases, and so may draw none that notices."""
+    above = decorators_of(test) or ""
+    return "@given(" in above and "@example(" not in above
 
 
 def test_every_guard_is_there_and_its_tests_too() -> None:
@@ -52,10 +49,9 @@ def test_every_guard_is_there_and_its_tests_too() -> None:
     none(f"{name} is the name of {count}" for name, count in names.items() if count > 1)
     times = [(guard, PRODUCT.get(guard.file, "").count(guard.old)) for guard in guards()]
     none(f"{guard.name}: {guard.file} has the old text {count} times" for guard, count in times if count != 1)
-    for edit in (edit for guard in guards() for edit in guard.edits(PRODUCT) if guard.file.endswith(".py")):
-        ast.parse(edit.after)
     tests = {test for one in removals() for test in one.tests}
-    none(f"there is no {test}" for test in tests if not is_there(test))
+    none(f"there is no {test}" for test in tests if decorators_of(test) is None)
+    none(f"{test} has no example of what it must notice" for test in tests if draws_alone(test))
 
 
 def test_every_bound_is_reached_by_a_test_or_by_nothing_from_outside() -> None:

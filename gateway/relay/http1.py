@@ -30,9 +30,20 @@ import math
 import socket
 import ssl
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Final, cast
 
-from gateway.relay.hop_errors import HopError, Lost, LostTwice, Malformed, NoConnection, NoConnectionInTime
+from msgspec import Struct
+
+from gateway.relay.hop_errors import (
+    HopError,
+    Lost,
+    LostTwice,
+    Malformed,
+    NoConnection,
+    NoConnectionInTime,
+    Unsendable,
+)
 from gateway.relay.http1_framing import (
     HEAD_END,
     HEAD_LEN_MAX,
@@ -42,8 +53,7 @@ from gateway.relay.http1_framing import (
     kept_s,
     parse_head,
 )
-from gateway.relay.http1_requests import request_head, target_of
-from gateway.relay.http2_client import Origin
+from gateway.relay.http2_client import Origin, parsed_url
 from shared.http2.headers import Headers
 from shared.http2.stream import Report
 
@@ -63,6 +73,8 @@ kernel's default grows to megabytes."""
 READ_BUFFER_LEN: Final = 64 * 1024
 PIECE_LEN: Final = 64 * 1024
 """Bytes of a request that are given to the socket at once: copying more would hold up the event loop."""
+TARGETS_MAX: Final = 1024
+"""The methods and URLs that are kept as they are sent."""
 INTERIM_MAX: Final = 8
 """The number of interim answers (1xx) before the real one."""
 
@@ -502,3 +514,32 @@ def _idle_s(head: Head) -> float:
 def _again(error: HopError) -> HopError:
     """The same error with a traceback of its own: that of one raised twice would hold the frames of both."""
     return type(error)(str(error))
+
+
+# -- heads of requests ----------------------------------------------------------------------------
+
+
+class Target(Struct, frozen=True):
+    origin: Origin
+    start: bytes
+    """The request line and the Host header."""
+    has_body: bool
+    """True if the answer may have a body."""
+
+
+@lru_cache(maxsize=TARGETS_MAX)
+def target_of(method: str, url: str) -> Target:
+    """Parse a method and a URL. Raises Unsendable."""
+    parsed, origin = parsed_url(url)
+    start = f"{method} {parsed.raw_path_qs} HTTP/1.1\r\nhost: {parsed.host_port_subcomponent}\r\n"
+    return Target(origin, start.encode("ascii"), method != "HEAD")
+
+
+def request_head(start: bytes, headers: Sequence[tuple[bytes, bytes]]) -> bytes:
+    """The head of a request. Raises Unsendable for a header that would be read as something else.
+    The value is not shown: it may be a secret."""
+    lines = [b"%b: %b\r\n" % pair for pair in headers]
+    for (name, _), line in zip(headers, lines, strict=True):
+        if line.count(b"\n") > 1 or line.count(b"\r") > 1 or b"\0" in line:
+            raise Unsendable(f"header {name!r} cannot be sent")
+    return b"%b%b\r\n" % (start, b"".join(lines))

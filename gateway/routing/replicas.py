@@ -24,8 +24,8 @@ from typing import Final
 from msgspec import Struct
 
 from gateway.config.whole import HopProtocol, ModelConfig
-from gateway.routing.ejections import observe_ejection, observe_return
 from gateway.routing.health import (
+    Ejection,
     FirstEvents,
     HealthPhase,
     Outcome,
@@ -52,7 +52,7 @@ from gateway.routing.members import (
     phase_of,
 )
 from gateway.routing.policy import SLOW_START_MS, Affinity, RouteReason, View, choose, home_of, loads
-from shared.process import logs
+from shared.process import logs, metrics
 from shared.process.clock import SYSTEM_CLOCK, Clock
 from shared.wire.errors import ApiError
 from shared.wire.ids import ReplicaId
@@ -69,6 +69,11 @@ REFUSED_S: Final = 60.0
 """The time between two log lines about what a replica refuses, in seconds."""
 LEAVING_MAX: Final = 1024
 """The number of members that are not listed any more and have open requests; the oldest are forgotten."""
+
+EJECTIONS: Final = metrics.Counter(
+    "penstock_gateway_ejections", "Replicas that were left alone for a time, by the reason.", ("reason",)
+)
+RETURNS: Final = metrics.Counter("penstock_gateway_ejections_ended", "Ejected replicas that work again.")
 
 log = logs.get(__name__)
 
@@ -292,7 +297,7 @@ class Replicas:
             placement.first_events.add(now_ms - placement.sent_ms)
             placement.first_events = None
         if (away_ms := placement.replica.health.began(placement.ticket, now_ms)) is not None:
-            observe_return(placement.replica.id, away_ms)
+            _observe_return(placement.replica.id, away_ms)
             placement.replica.view.returned(away_ms, now_ms)
 
     def told(self, placement: Placement) -> None:
@@ -315,7 +320,7 @@ class Replicas:
             for replica in pool.replicas:
                 health = replica.health
                 if health.phase is not HealthPhase.EJECTED and any(health is one for one in found):
-                    observe_ejection(replica.id, health.eject(Reason.SILENT, Outcome.LATE, now_ms))
+                    _observe_ejection(replica.id, health.eject(Reason.SILENT, Outcome.LATE, now_ms))
                 if health.is_silenced:
                     for ticket in health.late(late_ms, now_ms):  # also those that found no room before
                         if ticket.on_late is not None:
@@ -331,10 +336,10 @@ class Replicas:
         now_ms = self._now_ms()
         away_ms = replica.health.concluded(placement.ticket, now_ms) if outcome is Outcome.WORKED else None
         if away_ms is not None:
-            observe_return(replica.id, away_ms)
+            _observe_return(replica.id, away_ms)
             replica.view.returned(away_ms, now_ms)
         if (ejection := replica.health.note(placement.ticket, outcome, now_ms)) is not None:
-            observe_ejection(replica.id, ejection)
+            _observe_ejection(replica.id, ejection)
         if replica.left_at_s is not None:
             self._settle(replica)
 
@@ -584,3 +589,22 @@ class Replicas:
 
 def _is_ready(replica: Replica) -> bool:
     return replica.phase is MemberPhase.READY
+
+
+# -- what operators see ---------------------------------------------------------------------------
+
+
+def _observe_ejection(replica: ReplicaId, ejection: Ejection) -> None:
+    EJECTIONS.inc(ejection.reason.value)
+    log.warning(
+        "replica.ejected",
+        replica=replica,
+        reason=ejection.reason.value,
+        outcome=ejection.outcome.value,
+        for_ms=ejection.length_ms,
+    )
+
+
+def _observe_return(replica: ReplicaId, away_ms: int) -> None:
+    RETURNS.inc()
+    log.info("replica.returned", replica=replica, away_ms=away_ms)

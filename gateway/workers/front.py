@@ -1,9 +1,10 @@
 """The admin listener of several workers, in the supervisor.
 
 It answers probes and metrics itself, and passes everything else on to workers, which know and decide: they
-authenticate the operator, change keys, and leave the audit lines. `gateway.workers.answers` says who is asked
-and what becomes of their answers. A worker that does not answer within `channel.ANSWER_S` holds up nobody
-longer, and is named.
+authenticate the operator, change keys, and leave the audit lines. Which workers are asked, and what becomes
+of their answers, stands at the operation (`gateway.operators.operations`). What is asked is told by its
+method and its path, as a worker tells it; what there is not, one worker refuses. A worker that does not
+answer within `channel.ANSWER_S` holds up nobody longer, and is named.
 
 Only operators' requests are counted (`ASKING_MAX`), and only while they are passed on: the key is asked for
 before a body is read. What strangers may ask for holds a connection and no more.
@@ -18,8 +19,9 @@ import asyncio
 import re
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
 from http import HTTPStatus
+from re import Pattern
 from typing import Final
 
 import msgspec
@@ -28,12 +30,17 @@ from aiohttp import web
 from gateway.client.connection import path_of, serves
 from gateway.client.responses import id_of, probe_response
 from gateway.operators.asking import Ask, ask_each, whole_of, without_known
+from gateway.operators.chats import Chats
+from gateway.operators.engines import EnginesApi
 from gateway.operators.gate import Gate
-from gateway.operators.keys import read_operator_body
+from gateway.operators.key_uses import KeyUsesApi
+from gateway.operators.keys import DirectoryRoutes, read_operator_body
 from gateway.operators.openapi import PATH as DOCUMENT
-from gateway.operators.operations import Asks, Operation
+from gateway.operators.operations import Asks, Operation, Table, operation_of, pattern_of
+from gateway.operators.overview import OverviewApi
 from gateway.operators.peers import PROOF_HEADER
-from gateway.operators.replicas import REPLICAS
+from gateway.operators.replicas import REPLICAS, ReplicaRoutes
+from gateway.operators.requests import RequestsApi
 from gateway.operators.server import (
     ASKED_HEADER,
     DIGEST_HEADER,
@@ -41,11 +48,14 @@ from gateway.operators.server import (
     OPERATORS,
     OTHERS_HEADER,
     RELOAD,
+    Admin,
     answered,
 )
+from gateway.operators.stored import StoredApi
+from gateway.operators.tenant_limits import LimitsApi
 from gateway.operators.together import OperatorAnswer, PartOf, limit_of, together
+from gateway.operators.usage import UsageReports
 from gateway.operators.versions import KNOWN
-from gateway.workers.answers import asks_of, operation_at
 from gateway.workers.channel import WorkerSilent
 from gateway.workers.metrics import registry_of
 from gateway.workers.place import Place
@@ -79,6 +89,12 @@ _DROPPED: Final = frozenset(
     {"connection", "keep-alive", "transfer-encoding", "content-length", "server", "date", REQUEST_ID_HEADER}
 )
 """Headers of an answer that are this listener's own."""
+
+HANDLERS: Final = (
+    Admin, DirectoryRoutes, UsageReports, LimitsApi, ReplicaRoutes, RequestsApi, EnginesApi, Chats,
+    OverviewApi, KeyUsesApi, StoredApi,
+)  # fmt: skip
+"""Those whose tables a worker has."""
 
 log = logs.get(__name__)
 
@@ -293,3 +309,34 @@ def _response(answer: OperatorAnswer) -> web.Response:
     return web.Response(
         status=HTTPStatus(answer.status), headers={**headers, "server": SERVER}, body=answer.body
     )
+
+
+# -- who is asked ---------------------------------------------------------------------------------
+
+
+def operation_at(method: str, path: str) -> Operation | None:
+    """The operation that is asked for. None where there is none."""
+    for pattern, methods in operations():
+        if method in methods and pattern.fullmatch(path) is not None:
+            return methods[method]
+    return None
+
+
+@cache
+def operations() -> Sequence[tuple[Pattern[str], Mapping[str, Operation]]]:
+    """All, by the patterns of their paths and by their methods. A table only names methods of its class, and
+    so is read of the class."""
+    tables: list[Table] = [vars(kind)["table"].fget(kind) for kind in HANDLERS]
+    return [
+        (pattern_of(path), {method: operation_of(handler) for method, handler in methods.items()})
+        for table in tables
+        for path, methods in table.items()
+    ]
+
+
+def asks_of(operation: Operation | None, *, shares_usage: bool) -> Asks:
+    """The workers that are asked. `shares_usage` is true if every worker knows the usage of all."""
+    asks = Asks.ONE if operation is None else operation.asks
+    if asks is Asks.UNSHARED:
+        return Asks.ONE if shares_usage else Asks.EVERY
+    return asks

@@ -18,12 +18,17 @@ Rules:
    and all its files where SIGHUP came: a process that has no handler for that yet would end.
 4. What it had counted is kept (`gateway.workers.metrics`). It is asked for its metrics every `COUNT_S`, so a
    death loses the counts of that time at most.
+5. A worker that died is started after a pause, which doubles with each death of the same place in a row. One
+   place that cannot be filled costs nobody anything but its part of the capacity, so it is tried for ever.
+   Where about half of all places die as fast as they are filled, the fault is common to all, and whatever
+   runs the supervisor should know: then it gives up (a crash loop).
 """
 
 from __future__ import annotations
 
 import asyncio
 import signal
+from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from enum import Enum
 from typing import Final, Protocol
@@ -31,7 +36,6 @@ from typing import Final, Protocol
 from gateway.workers.channel import ANSWER_S, WorkerClient, WorkerSilent, WorkerStatus
 from gateway.workers.metrics import Snapshot
 from gateway.workers.process import Worker
-from gateway.workers.restarts import Restarts
 from shared.process import logs
 from shared.process.clock import SYSTEM_CLOCK, Clock
 from shared.process.exit_codes import ExitCode
@@ -45,12 +49,39 @@ HANG_S: Final = MISSED_MAX * (BEAT_S + ANSWER_S)
 START_S: Final = 120.0
 """The time in which a worker must begin to serve, in seconds."""
 COUNT_S: Final = 5.0
+PAUSE_S_MIN: Final = 0.5
+PAUSE_S_MAX: Final = 30.0
+WINDOW_S: Final = 60.0
+"""The time over which deaths are counted, and after which a worker that has lived counts as sound."""
+DEATHS_MIN: Final = 8
+"""The fewest deaths within `WINDOW_S` that are a crash loop: one place alone dies seven times at most."""
+DEATHS_PER_WORKER: Final = 4
 
 DEATHS: Final = Counter(
     "penstock_gateway_worker_deaths", "Workers that ended without being told to.", ("reason",)
 )
 
 log = logs.get(__name__)
+
+
+class Restarts:
+    """The deaths of all workers so far (rule 5)."""
+
+    def __init__(self, workers: int) -> None:
+        self._deaths_max = max(DEATHS_MIN, DEATHS_PER_WORKER * workers)
+        self._died_s: deque[float] = deque()
+        self._pause_s = [PAUSE_S_MIN] * workers
+
+    def died(self, index: int, lived_s: float, now_s: float) -> float | None:
+        """Note a death, and return the pause until the next start, in seconds. None is a crash loop."""
+        self._died_s.append(now_s)
+        while self._died_s[0] <= now_s - WINDOW_S:
+            self._died_s.popleft()
+        if len(self._died_s) >= self._deaths_max:
+            return None
+        pause_s = PAUSE_S_MIN if lived_s >= WINDOW_S else self._pause_s[index]
+        self._pause_s[index] = min(PAUSE_S_MAX, 2 * pause_s)
+        return pause_s
 
 
 class PlacePhase(Enum):

@@ -23,8 +23,7 @@ from typing import Final
 
 from gateway.workers import metrics
 from gateway.workers.metrics import MetricFamily, Sample, Snapshot
-from gateway.workers.place import Launch, Place, PlacePhase
-from gateway.workers.restarts import Restarts
+from gateway.workers.place import Launch, Place, PlacePhase, Restarts
 from shared.process import logs
 from shared.process.clock import SYSTEM_CLOCK, Clock
 from shared.process.exit_codes import ExitCode

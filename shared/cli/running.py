@@ -1,4 +1,5 @@
-"""What `penstock up` keeps, and the files in which those that run say where, for other commands.
+"""The data directory that `penstock up` keeps, and the files in which those that run say where, for other
+commands.
 
 Rules
 

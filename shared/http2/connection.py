@@ -57,7 +57,6 @@ from shared.http2.connection_errors import (
     StreamRefused,
     StreamReset,
 )
-from shared.http2.floods import FloodBudgets
 from shared.http2.headers import (
     BlockDecoder,
     HeaderList,
@@ -111,6 +110,24 @@ class Owner(Protocol):
 
     def peer_changed(self) -> None:
         """SETTINGS, GOAWAY or the connection's end has changed how many streams may be opened."""
+
+
+class FloodBudgets:
+    """The budgets of one peer, which pays for frames that cause work though they carry no message. Spending
+    raises ProtocolViolation when nothing is left."""
+
+    __slots__ = ("by_type", "empty_frames")
+
+    def __init__(self, now: Callable[[], float], *, client: bool) -> None:
+        reports = {frames.REPORT: limits.Budget("REPORTs", limits.REPORTS, now)} if client else {}
+        self.by_type: Final[Mapping[int, limits.Budget]] = {
+            **reports,
+            frames.RST_STREAM: limits.Budget("resets", limits.RESETS, now),
+            frames.PING: limits.Budget("PINGs", limits.PINGS, now),
+            frames.SETTINGS: limits.Budget("SETTINGS", limits.SETTINGS_FRAMES, now),
+            frames.PRIORITY: limits.Budget("PRIORITYs", limits.PRIORITIES, now),
+        }
+        self.empty_frames: Final = limits.Budget("empty frames", limits.EMPTY_FRAMES, now)
 
 
 class Connection:

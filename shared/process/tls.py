@@ -40,12 +40,12 @@ def server_context(
     is_client_required: bool = True,
     protocols: Sequence[str],
 ) -> ssl.SSLContext:
-    """With `client_ca`, clients show a certificate of it (mTLS), and where it is required only those are let
-    in. With `crl`, a file with the revocation lists of the authorities that sign clients' certificates, only
-    those of which that list says nothing. The lists are asked about clients' own certificates alone: to ask
-    about the whole chain takes one of every authority in it, and refuses all clients while one is missing.
-    Raises UnusableTls, with a line for each problem. A certificate that clients will not take, as it has
-    expired, is used, and the log warns of it."""
+    """A server's context. With `client_ca`, clients show a certificate of it (mTLS), and where it is required
+    only those are let in. With `crl`, a file with the revocation lists of the authorities that sign clients'
+    certificates, only those of which that list says nothing. The lists are asked about clients' own
+    certificates alone: to ask about the whole chain takes one of every authority in it, and refuses all
+    clients while one is missing. Raises UnusableTls, with a line for each problem. A certificate that clients
+    will not take, as it has expired, is used, and the log warns of it."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)  # the default context is stricter from Python 3.13 on
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.set_alpn_protocols(list(protocols))

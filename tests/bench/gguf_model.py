@@ -104,8 +104,9 @@ def of_hybrid(name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 def of_rotated(tensor: torch.Tensor, head_dim: int) -> torch.Tensor:
     """Queries' or keys' weights of a Llama as llama.cpp wants them: of a head, its halves' rows in turns."""
-    heads: torch.Tensor = tensor.unflatten(0, (-1, 2, head_dim // 2))
-    return heads.transpose(1, 2).flatten(0, 2)
+    rows, columns = tensor.shape
+    halves = tensor.view(rows // head_dim, 2, head_dim // 2, columns)
+    return halves.transpose(1, 2).reshape(rows, columns)
 
 
 def _add_config(writer: Any, config: dict[str, Any]) -> None:

@@ -27,7 +27,6 @@ from torch import Tensor
 
 from engine.demo import MODEL_DIR
 from engine.demo.train.evaluate import held_out
-from engine.runtime.host.attention import BatchAttention
 from engine.runtime.host.host_runner import HostRunner
 from engine.runtime.host.model import TorchModel
 from engine.runtime.load import load_runner
@@ -81,7 +80,7 @@ class RoundedCache:
 
     def forward(self, batch: PackedBatch) -> Tensor:
         model = self.model
-        attention = BatchAttention(model.cache, batch, model.decode, model.prefill)
+        attention = model.attend(batch)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             k_scale, v_scale = self.scales[layer]
@@ -102,7 +101,7 @@ class Watched:
 
     def forward(self, batch: PackedBatch) -> Tensor:
         model = self.model
-        attention = BatchAttention(model.cache, batch, model.decode, model.prefill)
+        attention = model.attend(batch)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             for which, part in enumerate((k, v)):

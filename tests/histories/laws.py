@@ -3,9 +3,9 @@
 1. There is one completed line in the gateway for every request that reached it, and one in an engine for
    every dispatch that reached one.
 2. The tokens that a request was charged are exactly those that the engines' lines report. Where they could
-   not be known, the reserved tokens were charged, and the line says nothing of the engine. That happens only
-   when the hop was cut: by a dead engine or network, or over HTTP/1.1 by the gateway, or by an engine whose
-   answer was not read.
+   not be known, the reserved tokens were charged, but for those that could not be divided among the choices,
+   and the line says nothing of the engine. That happens only when the hop was cut: by a dead engine or
+   network, or over HTTP/1.1 by the gateway, or by an engine whose answer was not read.
 3. The engine's line reports the tokens that its core had the runner sample, to the token, whatever the end:
    all but those that were under way when the sequence ended by itself, by a stop token or in an error, and
    those behind a stop string; and each prompt of which a choice has begun; and of what the caller predicts
@@ -160,7 +160,7 @@ def _check_charge(remains: Remains, told: Told, line: Line) -> bool:
     if line["settled_tokens"] == sum(costs):
         return True
     learnt = [_cost(one) for one in told.engine if one["end_reason"] == line.get("engine_end_reason")]
-    assert line["settled_tokens"] in (line["reserved_tokens"], *(learnt if costs else [0])), (
+    assert line["settled_tokens"] in (*_reserved(told, line), *(learnt if costs else [0])), (
         "charged is neither what was computed nor what was reserved"
     )
     if told.history.request_id in remains.torn:
@@ -175,6 +175,16 @@ def _check_charge(remains: Remains, told: Told, line: Line) -> bool:
     assert was_unread or is_lost or is_left or is_cut, "the answer was read to its end"
     assert "completion_tokens" not in line
     return False
+
+
+def _reserved(told: Told, line: Line) -> range:
+    """The tokens that were reserved, and those of them that its choices may use: where it states no maximum,
+    each has as many, and what is left of what was granted has none."""
+    fields, most = msgspec.json.decode(told.history.body), line["reserved_tokens"]
+    prompts = fields.get("prompt")
+    several = len(prompts) if isinstance(prompts, list) and isinstance(prompts[0], str) else 1
+    spare = 0 if "max_tokens" in fields else fields.get("n", 1) * several - 1
+    return range(most - spare, most + 1)
 
 
 def _cost(engine_line: Line) -> int:

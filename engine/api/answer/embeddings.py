@@ -6,26 +6,17 @@ import base64
 import struct
 from collections.abc import Iterator, Sequence
 
-from engine.api.answer.encoder import Answered, Heading, Vocabulary, cut, encode
+from engine.api.answer.encoder import Answered, Heading, Unstreamed, Vocabulary, cut, encode
 from engine.api.answer.outputs import Delta
 from shared.apis.embeddings import Embedding, Embeddings, EmbeddingsUsage
 from shared.apis.generation import Usage
 
 
-class EmbeddingsEncoder:
+class EmbeddingsEncoder(Unstreamed):
     def __init__(self, heading: Heading, vocabulary: Vocabulary, answered: Answered) -> None:
         self._model = heading.model
         self._outputs = answered.scored
         self._in_base64 = answered.in_base64
-
-    def opening(self, usage: Usage) -> bytes:
-        raise AssertionError("they are not streamed")
-
-    def events(self, delta: Delta) -> Iterator[bytes]:
-        raise AssertionError("they are not streamed")
-
-    def ending(self, usage: Usage) -> bytes:
-        raise AssertionError("they are not streamed")
 
     def whole(self, deltas: Sequence[Delta], usage: Usage) -> Iterator[bytes]:
         told = Embeddings([], self._model, EmbeddingsUsage(usage.prompt_tokens, usage.total_tokens))

@@ -152,8 +152,8 @@ class MarkedSource:
             return end >= 0
 
     def matched(self, whole: re.Pattern[str], partial: re.Pattern[str]) -> Reading[re.Match[str] | None]:
-        """What `whole` matches here, which is not passed. None if it does not. More text is waited for while
-        all there is matches `partial`."""
+        """The match of `whole` here, which is not passed. None if there is none. More text is waited for
+        while all there is matches `partial`."""
         while True:
             if partial.fullmatch(self.text, self.at) is None or not (yield from self.more()):
                 return whole.match(self.text, self.at)

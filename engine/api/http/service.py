@@ -23,7 +23,7 @@ class Service:
     """The handler of a listener's requests."""
 
     def __init__(self, state: EngineState, *, is_for_operators: bool = False) -> None:
-        """With `is_for_operators`, only probes and metrics are answered."""
+        """`is_for_operators`: only probes and metrics are answered."""
         self._state = state
         self._is_for_operators = is_for_operators
 

@@ -4,7 +4,7 @@ ones, and ones that keep their pages: stalled ones, and those that yielded their
 It keeps the turn of the oldest, on which the bound at the head of `engine.core.queue.policy` rests: it counts
 the admissions since the last that was the oldest's. An oldest sequence that did not fit in its turn, while
 others of its tenant ran, is *held*: the turn goes on to the oldest of the other tenants, and the held one is
-the first of its own tenant in every plan until it fits.
+the first of its own tenant in every plan until it fits. If it ends before, the next of its tenant is held.
 """
 
 from __future__ import annotations
@@ -78,8 +78,6 @@ class WaitingQueue:
     def leave(self, sequence: Sequence) -> None:
         """Remove a sequence that ends or is admitted, before its status changes."""
         self.displace(sequence)
-        if self._held.get(sequence.tenant) is sequence:
-            del self._held[sequence.tenant]
         if sequence.status is Status.WAITING:
             self.newcomer_tokens -= sequence.prompt_len
 
@@ -92,6 +90,8 @@ class WaitingQueue:
         if sequence.status is not Status.STALLED:
             self._admitted_since_oldest = self._admitted_since_oldest + 1 if self._has_older(sequence) else 0
         self._admissions += 1
+        if self._held.get(sequence.tenant) is sequence:
+            del self._held[sequence.tenant]
         self.leave(sequence)
 
     def _has_older(self, sequence: Sequence) -> bool:
@@ -122,7 +122,7 @@ class WaitingQueue:
         """Waiting sequences, and the running ones in `prefilling` among them, in the order in which they are
         served. The caller admits candidates in between; after each admission the oldest may have its turn."""
         running = set(prefilling)
-        self._held = {s.tenant: s for s in self._held.values() if not (s.is_paused or self.is_following(s))}
+        self._held = self._still_held()
         turns, had_turn, admissions = list[Sequence](), set[int](), -1
         for sequence in self.rank([*self.due, *running], circumstances):
             while sequence.status is not Status.STALLED:
@@ -139,6 +139,18 @@ class WaitingQueue:
             waits = sequence.status in self.queues  # else it was admitted in its turn
             if waits != (sequence in running):  # else it was preempted for one above it
                 yield Candidate(sequence, in_turn=False)
+
+    def _still_held(self) -> dict[str, Sequence]:
+        """The held ones. Where one has ended, or takes no turns for now, the oldest of its tenant's others is
+        held in its place, which had waited for that turn as long."""
+        held = dict[str, Sequence]()
+        for tenant, sequence in self._held.items():
+            is_here = sequence.handle in self.queues.get(sequence.status, ())
+            if is_here and self._takes_turns(sequence):
+                held[tenant] = sequence
+            elif others := [other for other in self._taking_turns() if other.tenant == tenant]:
+                held[tenant] = min(others, key=policy.age)
+        return held
 
     def _turns(self) -> list[Sequence]:
         """The sequences whose turn it is, the oldest first: the oldest of each tenant that has a held one,

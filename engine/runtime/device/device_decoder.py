@@ -174,7 +174,7 @@ class DeviceNetwork(Protocol):
         ...
 
     def logits(self, hidden: Any, out: Tensor | None = None) -> Tensor:
-        """What `hidden` or `decode` gave, or rows of it -> logits [S, vocab], in `out` where that is
+        """Take the result of `hidden` or `decode`, or rows of it -> logits [S, vocab], in `out` where that is
         given."""
         ...
 
@@ -474,7 +474,7 @@ class DeviceModel:
         return self._forward(batch, batch.decode_rows, *self._attending(batch), self._bound(batch))
 
     def _attending(self, batch: PackedBatch) -> tuple[DecodeRows | None, PrefillRows | None]:
-        """What computes the rows of one token, and those behind them."""
+        """Attention of the rows of one token, and of those behind them."""
         n = batch.decode_rows
         tables = batch.page_tables.to(self.decoder.device, non_blocking=True)
         decode = self.decode.prepare(batch, tables[:n]) if n else None
@@ -550,7 +550,7 @@ class DeviceSampler:
     columns: DeviceSampling
     scratch: SamplingScratch
     states: States | None = None
-    """Of a model that has them: the windows of right drafts become their slots' own."""
+    """The states of a model that has them: the windows of right drafts become their slots' own."""
 
     def __call__(
         self, hidden: Tensor | ResidualStream, slots: Tensor, lengths: Tensor, ahead: Ahead | None = None

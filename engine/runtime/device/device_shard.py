@@ -249,13 +249,12 @@ class DeviceShard:
 
     @property
     def largest(self) -> RunnerInfo:
-        """As `info` of few pages has it, for steps that are measured or compiled: with all drafts of a
-        step."""
+        """The sizes of steps that are measured or compiled: one page, and all drafts of a step."""
         windows = self.drafts_together if self.states.slot_bytes else 0
         return self._drafting(self.info(pages=1), self.drafts_together, windows)
 
     def _drafting(self, info: RunnerInfo, together: int, windows: int) -> RunnerInfo:
-        """With so many drafts in a step."""
+        """`info` with so many drafts in a step."""
         return msgspec.structs.replace(
             info,
             drafts_max=min(self.together_max - 1, together),

@@ -67,7 +67,7 @@ STAGES: Final = 3
 planned, but not two steps later: the host has collected its results by then."""
 
 DRAFTED_PADDING: Final = (0, 0, -1, 0)
-"""What `Drafted.columns` say of padding: each token is a row, without a mask."""
+"""The values of `Drafted.columns` for padding: each token is a row, without a mask."""
 
 Output = TypeVar("Output", covariant=True)
 

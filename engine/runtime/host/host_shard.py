@@ -7,7 +7,8 @@ part of it. Otherwise torch does.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Protocol
+from functools import partial
+from typing import ClassVar
 
 import msgspec
 import torch
@@ -15,10 +16,12 @@ import torch
 from engine.contract.messages import RunnerInfo
 from engine.runtime.collective.collective import ALONE, Collective
 from engine.runtime.collective.shard import WHOLE, Shard
+from engine.runtime.host.attention import BatchAttention
+from engine.runtime.host.exact_attention import ExactAttention
 from engine.runtime.host.host_runner import HostRunner
-from engine.runtime.host.model import PagedModel, StatefulModel, TorchModel
+from engine.runtime.host.model import TorchModel
 from engine.runtime.host.mtp import Mtp, MtpLayer
-from engine.runtime.host.sampler import Draw, draw_by_torch
+from engine.runtime.host.sampler import draw_by_torch
 from engine.runtime.host.torch_paged import TorchDecode, TorchPrefill
 from engine.runtime.models.spec import DecoderSpec
 from engine.runtime.native.decoder import DRAFTS_MAX, NativeDecoder, built_isas, misfit
@@ -60,44 +63,18 @@ def load_on_host(config: RunnerConfig, progress: Progress) -> HostRunner:
     return start_alone(config, lambda: load_shard(config, progress), progress)
 
 
-class HostNetwork(Protocol):
-    """Weights in host memory and the code that computes with them."""
-
-    @property
-    def name(self) -> str:
-        """The kernels' name, for the log."""
-        ...
-
-    @property
-    def arithmetic(self) -> str:
-        """Its part of `RunnerInfo.arithmetic`."""
-        ...
-
-    @property
-    def draw(self) -> Draw | None:
-        """The network's own way to draw tokens. None: torch draws them."""
-        ...
-
-    @property
-    def drafts_max(self) -> int:
-        """The most drafts of a row that it verifies with the bits of decodes; 0: none."""
-        ...
-
-    def attach(self, cache: KVCache, slots: int, windows: int = 0) -> PagedModel:
-        """The model whose keys and values go to `cache`. `slots`: of which it keeps the states, if it has
-        any, and `windows` for drafts."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class TorchNetwork:
-    """Implements `HostNetwork` with torch's operations."""
+    """Weights in host memory, and the reference network, which computes with them where `NativeDecoder` does
+    not."""
 
     decoder: TorchDecoder
     config: DecoderSpec
     """The model as this rank computes it."""
     reason: str
     """Why the native kernels do not compute, for the log."""
+    draw: ClassVar[None] = None
+    """The network has no way of its own to draw tokens: torch draws them."""
 
     @property
     def name(self) -> str:
@@ -112,23 +89,25 @@ class TorchNetwork:
         return f"{kernels}, {threads} threads, {shards} shards"
 
     @property
-    def draw(self) -> None:
-        return None
-
-    @property
     def drafts_max(self) -> int:
-        """A model without states verifies none: a product of several rows has other last bits than one of a
-        single row. Computed as it is of a model with states (`engine.runtime.host.exact_attention`), it has
-        not, and attention over 500 tokens takes 2 times as long for one stream, and 10 times as long for 8:
-        more than drafts save."""
+        """The most drafts of a row that are verified with the bits of decodes. A model without states has
+        none: a product of several rows has other last bits than one of a single row. Computed as it is of a
+        model with states (`engine.runtime.host.exact_attention`), it has not, and attention over 500 tokens
+        takes 2 times as long for one stream, and 10 times as long for 8: more than drafts save."""
         return DRAFTS_MAX if self.config.deltas else 0
 
-    def attach(self, cache: KVCache, slots: int, windows: int = 0) -> PagedModel:
+    def attach(self, cache: KVCache, slots: int, windows: int = 0) -> TorchModel:
+        """The model whose keys and values go to `cache`. `slots`: of which it keeps the states, if it has
+        any, and `windows` for drafts."""
         spec = AttentionSpec.of(self.config)
         if self.config.deltas:
             states = States(StateGeometry.of(self.config, cache.geometry.dtype), slots, windows=windows)
-            return StatefulModel(self.decoder, cache, spec, states)
-        return TorchModel(self.decoder, cache, TorchDecode(cache, spec), TorchPrefill(cache, spec))
+            return TorchModel(self.decoder, partial(ExactAttention, cache, spec=spec), states)
+        decode, prefill = TorchDecode(cache, spec), TorchPrefill(cache, spec)
+        return TorchModel(self.decoder, partial(BatchAttention, cache, decode=decode, prefill=prefill))
+
+
+HostNetwork = TorchNetwork | NativeDecoder
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,8 +179,7 @@ class HostShard:
         draw, mtp = self.network.draw, None
         if self.mtp is not None:
             mtp = Mtp(self.mtp, cache.part(slice(own.stop, None)), slots, model.logits, draw or draw_by_torch)
-        states = model.states if isinstance(model, StatefulModel | NativeDecoder) else None
-        if states is not None:
+        if (states := model.states) is not None:
             states.reserve(info.state_places)
             progress(self.states.describe(info.slots, info.state_places, info.state_windows))
         return HostRunner(

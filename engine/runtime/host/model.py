@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
-from engine.runtime.host.attention import BatchAttention, DecodeBackend, PrefillBackend
-from engine.runtime.host.exact_attention import ExactAttention
 from engine.runtime.reference.delta_net import StepStates
-from engine.runtime.reference.torch_decoder import TorchDecoder
+from engine.runtime.reference.torch_decoder import StepAttention, TorchDecoder
 from engine.runtime.step.batch import PackedBatch
-from engine.runtime.step.kv_cache import KVCache
-from engine.runtime.step.protocols import AttentionSpec
 from engine.runtime.step.states import States
 
 
@@ -31,38 +28,23 @@ class PagedModel(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class StatefulModel:
-    """The forward pass in torch's operations of a model that has states: bits depend on the sequence alone
-    (`engine.runtime.reference.exact`)."""
-
-    decoder: TorchDecoder
-    cache: KVCache
-    spec: AttentionSpec
-    states: States
-
-    def forward(self, batch: PackedBatch) -> Tensor:
-        attention = ExactAttention(self.cache, batch, self.spec)
-        windows = self.states.open(batch.verifying)
-        states = StepStates(self.states, batch.rows, batch.decode_rows, windows=windows)
-        return self.decoder.forward(batch.token_ids, batch.positions, attention, states)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        return self.decoder.logits(hidden)
-
-
-@dataclass(frozen=True, slots=True)
 class TorchModel:
     """The forward pass in torch's operations, which runs wherever torch does: the reference for the
     others."""
 
     decoder: TorchDecoder
-    cache: KVCache
-    decode: DecodeBackend
-    prefill: PrefillBackend
+    attend: Callable[[PackedBatch], StepAttention]
+    """Binds attention to a step's rows."""
+    states: States | None = None
+    """The states of a model that has them: its bits depend on the sequence alone
+    (`engine.runtime.reference.exact`)."""
 
     def forward(self, batch: PackedBatch) -> Tensor:
-        attention = BatchAttention(self.cache, batch, self.decode, self.prefill)
-        return self.decoder.forward(batch.token_ids, batch.positions, attention)
+        attention, states = self.attend(batch), None
+        if self.states is not None:
+            windows = self.states.open(batch.verifying)
+            states = StepStates(self.states, batch.rows, batch.decode_rows, windows=windows)
+        return self.decoder.forward(batch.token_ids, batch.positions, attention, states)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.decoder.logits(hidden)

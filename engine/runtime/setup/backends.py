@@ -61,7 +61,8 @@ ORDER: Final[Mapping[AttentionPhase, tuple[Backend, ...]]] = {
     AttentionPhase.PREFILL: (Backend.CUDNN, Backend.TRITON, Backend.TORCH),
     AttentionPhase.DECODE: (Backend.TRITON, Backend.TORCH),
 }
-"""What `auto` may take, the fastest first. Only what this project has measured on a card is here."""
+"""The back ends that `auto` may take, the fastest first. Only what this project has measured on a card is
+here."""
 
 UNTRIED: Final = frozenset(
     {Backend.FLASH_ATTN_2, Backend.FLASH_ATTN_3, Backend.FLASHINFER, Backend.FLASHINFER_TRTLLM}

@@ -107,9 +107,10 @@ class States:
         self.order: Final = (
             torch.tensor(self.at, dtype=torch.int32).to(device) if device is not None and windows else None
         )
-        """The same on a device, [cells] int32. None: each state is in the cell of its number."""
+        """The state in each cell on a device, [cells] int32. None: each state is in the cell of its
+        number."""
         self._cells: dict[int, list[int]] = {}
-        """By slot, of rows that verify in the step that computed last: the cells of their tokens."""
+        """The cells of the tokens of rows that verify in the step that computed last, by slot."""
         self._kept: list[Tensor] = []
 
     @property

@@ -52,8 +52,8 @@ GAP_TARGET: Final = at_most(100.0)
 
 
 class _Choice(msgspec.Struct):
-    text: str = ""
-    token_ids: list[int] = []
+    text: str | None = None
+    token_ids: list[int] | None = None
 
 
 class _Usage(msgspec.Struct):
@@ -229,11 +229,11 @@ def _used(exchange: TimedRequest) -> int:
 
 def _tokens(exchange: TimedRequest) -> list[int]:
     events = _events(exchange)
-    return [token for event in events for choice in event.choices for token in choice.token_ids]
+    return [token for event in events for choice in event.choices for token in choice.token_ids or ()]
 
 
 def _text(exchange: TimedRequest) -> str:
-    return "".join(choice.text for event in _events(exchange) for choice in event.choices)
+    return "".join(choice.text or "" for event in _events(exchange) for choice in event.choices)
 
 
 async def _drafts(server: Server) -> tuple[float, float]:

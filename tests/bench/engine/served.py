@@ -295,10 +295,9 @@ def _others(options: argparse.Namespace, model: str) -> list[Server]:
         raise BenchFailed(f"--against-name has {len(names)} names of {len(urls)} servers")
     if pids and len(pids) != len(urls):
         raise BenchFailed(f"--against-pid has {len(pids)} processes of {len(urls)} servers")
-    known: list[tuple[int, ...]] = [(pid,) for pid in pids] or [()] * len(urls)
     return [
-        Server(f"{name}, ", ApiServer(url), options.against_model or model, own)
-        for url, name, own in zip(urls, names, known, strict=False)
+        Server(f"{name}, ", ApiServer(url), options.against_model or model, tuple(pids[at : at + 1]))
+        for at, (url, name) in enumerate(zip(urls, names, strict=False))
     ]
 
 

@@ -15,10 +15,12 @@ from openai.types import Decision
 from engine.api.ask.model import load_model
 from engine.contract.packing import unpacked
 from engine.core.queue.newcomers import AddSequence
-from shared.apis.decisions import CHOICES_MAX, JSON_LEN_MAX, LEVELS_MAX, QUESTIONS_MAX
+from shared.apis.decisions import CHOICES_MAX, JSON_LEN_MAX, LEVELS_MAX, QUESTIONS_MAX, DecisionsRequest
 from shared.apis.prompt import QuestionKind
+from shared.apis.validation import parse
 from shared.text.deciding import MARK
 from shared.text.tokenizer import Tokenizer, TokenizerBundle
+from shared.wire.errors import InvalidRequest
 from tests.engine.api.conftest import MODEL, Serve, Served
 from tests.engine.api.tiny import TEMPLATE, write_model_dir
 
@@ -256,6 +258,18 @@ async def test_what_cannot_be_decided_is_refused_by_name(
     answer = await served.http.post("/v1/decisions", json=asked(**fields))
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
     assert not served.core.added
+
+
+def test_a_question_has_a_bound_whatever_labels_a_model_has() -> None:
+    levels = [{"label": f"l{number}"} for number in range(LEVELS_MAX + 1)]
+    for most, more, param in (
+        (choices(CHOICES_MAX), choices(CHOICES_MAX + 1), "questions[0].choices"),
+        ({**SCORE, "levels": levels[1:]}, {**SCORE, "levels": levels}, "questions[0].levels"),
+    ):
+        parse(json.dumps(asked(most)).encode(), DecisionsRequest)
+        with pytest.raises(InvalidRequest) as refused:
+            parse(json.dumps(asked(more)).encode(), DecisionsRequest)
+        assert refused.value.param == param
 
 
 async def test_a_question_has_as_many_choices_as_there_are_labels(served: Served) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from engine.core.pages.block_manager import PageIdentity
@@ -256,6 +256,7 @@ def test_a_link_is_never_followed(files: PageFiles, path: Path) -> None:
 
 
 @given(at=st.integers(0, HEADER_LEN + PAGE_BYTES - 1), bit=st.integers(0, 7))
+@example(at=HEADER_LEN, bit=0)
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_no_bit_can_be_flipped(files: PageFiles, path: Path, at: int, bit: int) -> None:
     files.write(identity(1), page(1))

@@ -206,7 +206,7 @@ WILD: dict[str, Callable[[list[Report]], bool]] = {
 
 
 RANDOM_WORLDS = drawn(25, whole=2000)
-BATCH = drawn(25, whole=50)
+BATCH = drawn(25, whole=200)
 FIRST_WORLD = drawn(25, whole=0)
 """In the first 25 hardly a sequence yields."""
 LEAST = {
@@ -243,7 +243,7 @@ def test_laws_hold_in_random_worlds(first: int) -> None:
     assert {what: seen[what] for what, least in LEAST.items() if seen[what] < least * BATCH // 50} == {}
 
 
-DRAFTED_WORLDS = drawn(38, whole=1520)
+DRAFTED_WORLDS = drawn(38, whole=1700)
 DRAFTED = drawn(250, whole=500)
 DRAFTED_LEAST = {
     "a mask": 60,

@@ -38,6 +38,33 @@ def test_in_the_turn_of_the_oldest_pages_are_kept_for_it() -> None:
     h.assert_all_as_solo()
 
 
+@pytest.mark.parametrize("leaves", ["aborted", "paused"])
+def test_the_turn_of_one_that_leaves_is_the_next_of_its_tenants(leaves: str) -> None:
+    """The first of two long prompts has its turn, and does not fit beside what its tenant runs; the turn goes
+    on to another tenant. Then it leaves, and nothing of its tenant passes the second, either."""
+    h = Harness(pages=16, slots=4)
+    h.add(100, [9] * 24, greedy(24), tenant="a")
+    h.step()
+    for handle in (1, 2):
+        h.add(handle, [handle] * 44, greedy(1), service_class=FLEX, tenant="a")
+    for handle in range(3, 3 + OLDEST_EVERY):
+        h.add(handle, [handle], greedy(1), service_class=PRIORITY, tenant="b")
+        h.step()
+    assert [*h.started] == [100, *range(3, 3 + OLDEST_EVERY)]
+    if leaves == "aborted":
+        h.scheduler.abort([1], h.now)
+    else:
+        h.scheduler.pause([1], h.now)
+    for handle in range(200, 205):
+        h.add(handle, [handle % 50], greedy(1), service_class=PRIORITY, tenant="a")
+        h.step()
+    assert 100 not in h.finished
+    assert [*h.started] == [100, *range(3, 3 + OLDEST_EVERY)], "another of its tenant's goes first"
+    h.scheduler.abort([1], h.now)
+    h.run()
+    assert list(h.started).index(2) < list(h.started).index(200)
+
+
 def test_the_rate_of_prefill_is_learned_from_the_steps() -> None:
     """The step of the first prompt was slow for its length, which lets the short prompt pass the long one."""
     h = Harness(slots=1, step_tokens_max=256, max_model_len=512, pages=128)

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from engine.api.ask import engine_state
+from engine.api.http import generate
 from engine.config import EngineConfig
 from engine.core.estimate import pace
 from engine.core.queue import deadlines, newcomers, policy, tenants
@@ -14,12 +15,13 @@ from engine.core.step import drafting, planner, victims
 from shared.fairness import fair_share
 
 ROOT = Path(__file__).parents[3]
-ROWS = 12
+ROWS = 13
 NUMBER = re.compile(r"`(\w+)\.(\w+)` (\d[\d., ]*\d|\d)")
 OWNERS = {
     "SchedulerConfig": SchedulerConfig(),
     "EngineConfig": EngineConfig("model"),
     "fair_share": fair_share,
+    "generate": generate,
     "deadlines": deadlines,
     "drafting": drafting,
     "newcomers": newcomers,

@@ -9,6 +9,7 @@ import subprocess
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,9 @@ from torch import Tensor
 from engine.contract.messages import Plan, SamplingParams, SlotAssignment, Want
 from engine.runtime.collective.collective import ALONE
 from engine.runtime.host import host_shard as loading
-from engine.runtime.host.model import PagedModel, StatefulModel, TorchModel
+from engine.runtime.host.attention import BatchAttention
+from engine.runtime.host.exact_attention import ExactAttention
+from engine.runtime.host.model import PagedModel, TorchModel
 from engine.runtime.host.torch_paged import TorchDecode, TorchPrefill
 from engine.runtime.load import load_runner
 from engine.runtime.models.spec import DecoderSpec, DeltaNet, Rope, Tempering, Yarn
@@ -148,9 +151,11 @@ class Stage:
         if isa is None:
             spec = AttentionSpec.of(config)
             decoder = TorchDecoder(config, Weights(dtype))
-            model = TorchModel(decoder, cache, TorchDecode(cache, spec), TorchPrefill(cache, spec))
+            decode, prefill = TorchDecode(cache, spec), TorchPrefill(cache, spec)
+            model = TorchModel(decoder, partial(BatchAttention, cache, decode=decode, prefill=prefill))
             if config.deltas:
-                model = StatefulModel(decoder, cache, spec, States(StateGeometry.of(config, dtype), 10))
+                states = States(StateGeometry.of(config, dtype), 10)
+                model = TorchModel(decoder, partial(ExactAttention, cache, spec=spec), states)
         else:
             settings = {"dtype": dtype, "page_size": page_size, "threads": 2}
             network = NativeDecoder(isa, config, source or Weights(dtype), **(settings | native))  # type: ignore[arg-type]

@@ -140,7 +140,10 @@ async def test_a_webhook_that_fails_gets_the_same_batch_until_it_takes_it(file: 
             await until(partial(waits_after, attempt))
             note(billing, attempt + 1)
             await billing._write(spooled)
-            clock.advance(webhook.RETRY_S_MIN * 2**attempt)
+            longest_s = webhook.RETRY_S_MIN * 2 ** (attempt - 1)
+            clock.advance(0.9 * (1 - webhook.JITTER) * longest_s)
+            assert clock.sleeping == 1, "each wait is twice as long as the one before"
+            clock.advance(longest_s)
         await until(lambda: len(receiver.posts) == 5 and spooled.waiting == 0)
         ids = [headers["webhook-id"] for headers, _ in receiver.posts]
         assert len(set(ids[:4])) == 1

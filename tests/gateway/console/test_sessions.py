@@ -84,6 +84,9 @@ def test_many_networks_that_fail_have_one_guess_each_and_lock_nobody_else_out() 
     assert attempts.wait_s("operator", 1.0) == 0.0
     assert attempts.wait_s("0", 1.0) == pytest.approx(WINDOW_S - 1.0)
     assert attempts.wait_s("0", WINDOW_S) == 0.0
+    attempts.failed("late", WINDOW_S - 1.0)
+    assert attempts.wait_s("late", WINDOW_S - 1.0) == WINDOW_S
+    assert attempts.wait_s("late", WINDOW_S) == 0.0, "the flood is over"
     for number in range(2 * NETWORKS_MAX):
         attempts.failed(str(number), 0.0)
     assert len(attempts._by_network) == NETWORKS_MAX

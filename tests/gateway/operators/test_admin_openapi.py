@@ -14,7 +14,7 @@ import schemathesis
 
 from gateway.operators import openapi
 from gateway.operators.operations import operation_of
-from gateway.workers.answers import operation_at
+from gateway.workers.front import operation_at
 from tests.gateway.directory.directory_world import OPERATOR, World, directory_world
 from tests.gateway.endpoints.described import asked_of
 

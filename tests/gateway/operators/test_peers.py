@@ -256,11 +256,18 @@ def say(redis: RedisServer, sections: dict[str, Any], member: dict[str, str]) ->
 async def test_an_answer_that_is_too_long_is_none(
     open_house: Open, redis: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first, second = await pair(open_house, sharing(redis))
+    """Each may have its part of what all may be together."""
+    sections = sharing(redis)
+    first, second = await pair(open_house, sections)
     await served(second, "req")
-    monkeypatch.setattr(peers, "ANSWERS_LEN_MAX", 100)
+    _, told = await ask(second, "/requests")
+    monkeypatch.setattr(peers, "ANSWERS_LEN_MAX", len(json.dumps(told, separators=(",", ":"))) * 3 // 2)
+    _, told = await ask(first, "/requests")
+    assert (len(told["data"]), told["silent_gateways"]) == (1, [])
+    say(redis, sections, {"name": "gone:2", "url": "http://127.0.0.1:1"})
+    await until(lambda: len(listed(first)) == 2)
     status, told = await ask(first, "/requests")
-    assert (status, told["data"], len(told["silent_gateways"])) == (200, [], 1)
+    assert (status, told["data"], len(told["silent_gateways"])) == (200, [], 2)
 
 
 async def test_gateways_without_end_are_not_asked(

@@ -22,9 +22,8 @@ from gateway.workers import place as places
 from gateway.workers import supervisor as supervisors
 from gateway.workers.channel import WorkerClient, WorkerSilent, WorkerStart, WorkerStatus
 from gateway.workers.metrics import MetricFamily, Sample, Snapshot
-from gateway.workers.place import MISSED_MAX, START_S, GaveUp, PlacePhase
+from gateway.workers.place import DEATHS_MIN, MISSED_MAX, START_S, GaveUp, PlacePhase
 from gateway.workers.process import ChildWorker, Worker
-from gateway.workers.restarts import DEATHS_MIN
 from gateway.workers.supervisor import Supervisor
 from shared.process.exit_codes import ExitCode
 from shared.process.lifecycle import Phase

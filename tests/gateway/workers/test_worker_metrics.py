@@ -15,9 +15,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from gateway.operators.operations import Asks, Merge
 from gateway.operators.together import OperatorAnswer, together
 from gateway.workers import metrics
-from gateway.workers.answers import asks_of, operation_at, operations
+from gateway.workers.front import asks_of, operation_at, operations
 from gateway.workers.metrics import Snapshot, merged, registry_of, retired, snapshot
-from gateway.workers.restarts import (
+from gateway.workers.place import (
     DEATHS_MIN,
     DEATHS_PER_WORKER,
     PAUSE_S_MAX,

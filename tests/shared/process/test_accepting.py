@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import inspect
 import os
 import socket
 import ssl
@@ -13,6 +14,7 @@ import trustme
 
 from shared.process import accepting
 from shared.process.accepting import ACCEPTS_FAILED, Accepting
+from shared.process.memory import HANDSHAKES_MAX
 from tests.fakes import captured_logs
 from tests.loops import on_both_loops
 from tests.waiting import PATIENCE_S
@@ -92,6 +94,10 @@ async def test_handshakes_that_do_not_go_on_are_bounded_and_keep_out_nobody() ->
             one.close()
         await served.aclose()
     assert [line["event"] for line in lines] == ["listener.handshakes_full"], "it is told now and then"
+
+
+def test_a_listener_has_no_more_handshakes_than_memory_is_reckoned_for() -> None:
+    assert inspect.signature(Accepting).parameters["handshakes_max"].default == HANDSHAKES_MAX
 
 
 @on_both_loops

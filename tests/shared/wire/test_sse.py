@@ -138,6 +138,7 @@ def test_a_chunk_without_a_possible_tail_is_not_copied() -> None:
 
 
 @given(st.lists(pieces | st.binary(max_size=6), max_size=12))
+@example([COMMENT, sse.event(b'{"text":"behind it"}')])
 @example([sse.event(b"x" * 2 * EVENT_LEN_MAX)[:-2], sse.event(b'{"text":"within it"}'), COMMENT])
 def test_an_event_is_taken_only_where_it_would_be_forwarded_as_it_is(chunks: list[bytes]) -> None:
     one, other = TailScanner(), TailScanner()

@@ -164,10 +164,6 @@ def load_fake(
 def cold() -> Iterator[None]:
     """No steps are run to warm up, nor timed: they say nothing of the interpreter, and take it most of a
     load."""
-    nothing: dict[str, Any] = {
-        "warm_up": lambda runner: None,
-        "time_steps": lambda runner, most: (),
-        "time_guesses": lambda runner: 0.01,
-    }
-    with mock.patch.multiple(starting, **nothing):
+    untimed = mock.patch.multiple(starting, time_steps=lambda *_: (), time_guesses=lambda _: 0.01)
+    with untimed, mock.patch.object(starting, "warm_up"):
         yield
