@@ -72,8 +72,9 @@ def pytest_xdist_auto_num_workers() -> int:
 
 SLOW_FOLDERS = ("tests/neighbours/", "tests/engine/runtime/device/")
 """Their tests need services, or kernels in Triton's interpreter, which take seconds to be there."""
-FIRST = ("test_style.py", "test_compiled.py")
-"""Files with one test that takes half a minute: at the end of a run the other cores would wait for it."""
+FIRST = ("tests/test_style.py", "tests/engine/runtime/kernels/test_compiled.py", "tests/neighbours/")
+"""Files with one test that takes half a minute: at the end of a run the other cores would wait for it. And
+tests that share two services: at the end each process would start its own for its part of them."""
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -82,7 +83,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.nodeid.startswith(SLOW_FOLDERS):
             item.add_marker(pytest.mark.slow)
-    items.sort(key=lambda item: item.path.name not in FIRST)
+    items.sort(key=lambda item: not item.nodeid.startswith(FIRST))
     if not effort.IS_WHOLE:
         left_out = [item for item in items if item.get_closest_marker("nightly")]
         items[:] = [item for item in items if not item.get_closest_marker("nightly")]

@@ -32,7 +32,7 @@ GIVES_UP_MS: Final = 8_000
 @pytest.fixture(autouse=True)
 def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     """Thousands of ejections are not logged."""
-    for name in ("observe_ejection", "observe_return"):
+    for name in ("_observe_ejection", "_observe_return"):
         monkeypatch.setattr(f"gateway.routing.replicas.{name}", lambda *_: None)
 
 
