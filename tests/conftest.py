@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import gc
+import importlib
 import os
 import sys
 import tempfile
@@ -75,6 +77,20 @@ SLOW_FOLDERS = ("tests/neighbours/", "tests/engine/runtime/device/")
 FIRST = ("tests/test_style.py", "tests/engine/runtime/kernels/test_compiled.py", "tests/neighbours/")
 """Files with one test that takes half a minute: at the end of a run the other cores would wait for it. And
 tests that share two services: at the end each process would start its own for its part of them."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection(session: pytest.Session) -> None:
+    """Begin with another part of the files in each process of a whole run. All import all files, and where
+    none has been compiled yet, each finds what the others have compiled meanwhile."""
+    worker = getattr(session.config, "workerinput", None)
+    if worker is None or session.config.args != session.config.getini("testpaths"):
+        return
+    first, step = int(worker["workerid"].removeprefix("gw")), worker["workercount"]
+    paths = sorted((ROOT / "tests").rglob("test_*.py"))
+    for path in paths[len(paths) * first // step : len(paths) * (first + 1) // step]:
+        with contextlib.suppress(Exception):  # collecting it says what is wrong
+            importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
 
 
 @pytest.hookimpl(tryfirst=True)
