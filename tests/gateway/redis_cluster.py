@@ -20,9 +20,11 @@ SLOTS: Final = 16_384
 
 
 async def eventually(condition: Callable[[], bool]) -> None:
+    pause_s = 0.01
     async with asyncio.timeout(PATIENCE_S):
-        while not condition():  # noqa: ASYNC110 -- a server that is another process sets no event
-            await asyncio.sleep(0.01)
+        while not condition():
+            await asyncio.sleep(pause_s)  # between two looks at another process, each of some ms
+            pause_s = min(1.2 * pause_s, 0.05)
 
 
 class Cluster:

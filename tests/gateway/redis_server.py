@@ -138,7 +138,7 @@ async def until_well(store: RedisStore) -> None:
         while not store.is_well:
             with contextlib.suppress(StoreUnavailable):
                 await store.renew([])
-            await asyncio.sleep(0)
+            await asyncio.sleep(0.005)
 
 
 @contextlib.asynccontextmanager
