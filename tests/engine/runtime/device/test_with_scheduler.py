@@ -109,14 +109,13 @@ def test_one_step_ahead_on_a_device_is_a_cpu_step_by_step(
     assert last.pages_owned == 0
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy, where what a mask forbids is tempered
 @pytest.mark.parametrize(
     ("right_share", "overlap", "has_states"),
     [
-        (0.7, True, False),
-        *some([(0.7, False, False), (0.0, True, False), (1.0, True, False)], usual=0),
-        *some([(0.7, True, True), (0.7, False, True), (0.0, True, True), (1.0, True, True)], usual=0),
+        *((share, True, states) for share in (0.7, 0.0, 1.0) for states in (False, True)),
+        *((0.7, False, states) for states in (False, True)),
     ],
 )
 def test_drafts_change_no_token_on_a_device(
