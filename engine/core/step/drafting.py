@@ -24,8 +24,8 @@ Rules
    to hold all indexes, and the host would plan pages, limits and masks by lengths that it does not know.
    Measured (`python -m tests.bench scheduler --overlap`): it is better than both others, steps that do not
    overlap and overlapped ones without drafts, at 1 stream, and near the better one at 8 and 32; behind it
-   where nearly all drafts of 32 streams are right and the host is busy. What a search on the device could add
-   is the host's time for the steps that wait, some 0.3 to 0.7 ms each.
+   where nearly all drafts of 32 streams are right (0.82 and 0.86 of it). What a search on the device could
+   add is the host's time for the steps that wait, some 0.3 to 0.7 ms each.
 5. A look costs some 5 us of the core's thread, and to read a token 0.5 us, of which `READ_MAX` are read in a
    plan at most. Those whose looks find nothing are looked at more rarely (`Drafts.pause`), and so are those
    for which not even right drafts would pay.

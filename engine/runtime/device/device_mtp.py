@@ -71,8 +71,8 @@ class DeviceMtpLayer:
     def rows(
         self, following: Tensor, hidden: Tensor, positions: Tensor, pages: Tensor, size: int
     ) -> StepRows:
-        """What the layer takes of T positions: the tokens behind them, [T] int64, the model's hidden states
-        at them, [T, hidden], and the pages that they are in, of `size` tokens."""
+        """The layer's input for T positions: made of the tokens behind them, [T] int64, the model's hidden
+        states at them, [T, hidden], and the pages that they are in, of `size` tokens."""
         table = self._model.table
         embedded = F.embedding(following, self._model.embedding)
         parts = zip((embedded, hidden.contiguous()), self._norms, strict=True)
@@ -114,15 +114,15 @@ class DeviceMtp:
 
     layer: DeviceMtpLayer
     cache: KVCache
-    """That layer alone."""
+    """The pages of that layer alone."""
     slots: DeviceSlots
     decode: DecodePages
     """Attention over that layer."""
     scratch: SamplingScratch
-    """Of the model's own sampler, which has found what is right there."""
+    """The memory of the model's own sampler, which has found there which drafts are right."""
 
     def after(self, batch: DeviceBatch, hidden: Tensor) -> GuessColumns | None:
-        """What the plan asks for of guesses, once the tokens that the step sampled are in the slots: hidden
+        """The guesses that the plan asks for, once the tokens that the step sampled are in the slots: hidden
         [T, hidden]; None where none is asked for."""
         slots = self.slots
         following = slots.tokens[batch.token_slots, batch.positions + 1].long()

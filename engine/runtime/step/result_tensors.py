@@ -47,12 +47,12 @@ class ScoreColumns:
 
 @dataclass(frozen=True, slots=True)
 class GuessColumns:
-    """What was guessed behind rows, on the device where it was."""
+    """The tokens guessed behind rows, still on the device that guessed them."""
 
     sampled: int
     """The rows that sampled."""
     asked: Sequence[tuple[int, int]]
-    """Of n rows, the number among those that sampled, and how many guesses it asked for."""
+    """The n rows that asked: each one's number among those that sampled, and its number of guesses."""
     values: Tensor
     """The guesses, [n, the most of any] int64."""
 
