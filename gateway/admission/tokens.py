@@ -161,8 +161,6 @@ async def count_tokens(
 
 def check_fits(request: GenerationRequest, count: TokenCount, room: Room | None) -> None:
     """Raises ContextLengthExceeded or NeverFits, when the count is exact and the room is known."""
-    if isinstance(request.prompt_form, BranchedPrompt):
-        return  # each was looked at where it was counted
     if not request.answers:
         _check_prompts_fit(request, count, room)
         return
@@ -182,6 +180,8 @@ def _check_prompts_fit(request: GenerationRequest, count: TokenCount, room: Room
     if room is None or count.extension is None or count.longest <= room.prompt_most:
         return
     form = request.prompt_form
+    if isinstance(form, BranchedPrompt):
+        return  # each was looked at where it was counted
     at = next(at for at, ids in enumerate(count.extension.prompt_ids) if len(ids) > room.prompt_most)
     place = form.place(at)
     error, holds = room.refused(count.longest)

@@ -124,8 +124,6 @@ class Exchange(Struct, eq=False):
         self.client.slow_client_s = timeouts.slow_client_s
 
     def set_engine_timing(self, value: str) -> None:
-        if not value:  # a stream's head comes before the engine has times to tell
-            return
         entries = value[:ENGINE_TIMING_LEN_MAX].split(",")
         named = (entry.strip() for entry in entries if _TIMING.fullmatch(entry))
         self.engine_timing = ", ".join(f"engine-{entry}" for entry in named)

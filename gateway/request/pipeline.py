@@ -466,7 +466,8 @@ class Pipeline:
         engine.observe(answer.tokenizer)
         if not exchange.is_plain and engine.is_ours:
             exchange.add_ignored(answer.headers.get(IGNORED_FIELDS_HEADER, ""))
-        exchange.set_engine_timing(answer.headers.get("server-timing", ""))
+        if timing := answer.headers.get("server-timing"):  # a stream's head comes before there are times
+            exchange.set_engine_timing(timing)
         kept, client = exchange.kept, exchange.client
         relay = Relay(
             client if kept is None else kept.outlet(client, exchange.watch),

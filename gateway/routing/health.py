@@ -255,18 +255,16 @@ class ReplicaHealth:
             return None
         ticket.success = _Verdict(now_ms // 1000, is_failure=False)
         self._add(ticket.success, 1)
-        return None if self._breaks else self._return(ticket, now_ms)
+        return None if self._breaks or self.phase is HealthPhase.WELL else self._return(ticket, now_ms)
 
     def concluded(self, ticket: Ticket, now_ms: int) -> int | None:
         """Note that an answer came to its end; `note` follows. Returns as `began` does."""
         if ticket.epoch != self.ejections or ticket.success is None:
             return None
         self._row = 0
-        return self._return(ticket, now_ms)
+        return None if self.phase is HealthPhase.WELL else self._return(ticket, now_ms)
 
-    def _return(self, ticket: Ticket, now_ms: int) -> int | None:
-        if self.phase is HealthPhase.WELL:
-            return None
+    def _return(self, ticket: Ticket, now_ms: int) -> int:
         self._to(HealthPhase.WELL)
         self._breaks = False
         self._trial, self._well_ms, self._decided = None, now_ms, ticket

@@ -217,28 +217,25 @@ class Headers(dict[str, str]):
     __slots__ = ()
 
     def __init__(self, head: HeaderList) -> None:
-        values = dict(head)
-        if len(values) < len(head):
-            values = _joined(head)
-        if b":authority" in values:
-            values.setdefault(b"host", values[b":authority"])
-        for name, _ in head:
-            if not name.startswith(b":"):  # pseudo-headers come first
-                break
-            del values[name]
-        # no name or value holds a NUL, so all are decoded at once
-        texts = iter(b"\0".join(chain.from_iterable(values.items())).decode("latin-1").split("\0"))
-        super().__init__(zip(texts, texts))  # noqa: B905 - an empty list is one empty text
+        names, pseudo, is_repeated = _texts(tuple(map(_FIRST, head)))
+        # no value holds a NUL, so all are decoded at once
+        values = b"\0".join(map(_SECOND, head)).decode("latin-1").split("\0")
+        if not is_repeated:
+            super().__init__(zip(names[pseudo:], values[pseudo:]))  # noqa: B905 - an empty list is one empty text
+        else:
+            for name, value in zip(names[pseudo:], values[pseudo:], strict=True):
+                before = f"{self[name]}{'; ' if name == 'cookie' else ', '}" if name in self else ""
+                self[name] = before + value
+        if ":authority" in names[:pseudo]:
+            self.setdefault("host", values[names.index(":authority")])
 
 
-def _joined(head: HeaderList) -> dict[bytes, bytes]:
-    values: dict[bytes, bytes] = {}
-    for name, value in head:
-        if name in values:
-            separator = b"; " if name == b"cookie" else b", "
-            value = values[name] + separator + value
-        values[name] = value
-    return values
+@lru_cache(maxsize=RECEIVED_NAMES_MAX)
+def _texts(names: tuple[bytes, ...]) -> tuple[tuple[str, ...], int, bool]:
+    """A list's names as text, the number of pseudo-headers, which come first, and whether a name is there
+    twice. Cached, because most messages have the same names."""
+    pseudo = sum(name.startswith(b":") for name in names)
+    return tuple(name.decode("latin-1") for name in names), pseudo, len(set(names)) < len(names)
 
 
 # -- their bytes ----------------------------------------------------------------------------------

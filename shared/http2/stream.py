@@ -42,42 +42,38 @@ if TYPE_CHECKING:
 class Report:
     """The report on one stream. It is not expected before the stream is over, ended or reset."""
 
-    __slots__ = ("_is_due", "_waiter", "counted", "payload")
+    __slots__ = ("_waiter", "counted", "is_due", "payload")
 
     def __init__(self, counted: Callable[[], None] = lambda: None) -> None:
         self.counted = counted
         """Called when the server's load, as it was told last, has the stream's request in it."""
         self.payload: bytes | None = None
         """The payload; None until it came."""
-        self._is_due = False
+        self.is_due = False
+        """True if the report is expected and has not come."""
         self._waiter: asyncio.Future[None] | None = None
 
     async def wait(self, within_s: float) -> bytes | None:
         """Wait for the payload. None when none is expected, or none came in time."""
-        if self._is_due:
+        if self.is_due:
             self._waiter = asyncio.get_running_loop().create_future()
             try:
                 async with asyncio.timeout(within_s):
                     await self._waiter
             except TimeoutError:
-                self._is_due = False
+                self.is_due = False
             finally:
                 self._waiter = None
         return self.payload
 
-    @property
-    def is_due(self) -> bool:
-        """True if the report is expected and has not come."""
-        return self._is_due
-
     def expect(self) -> bool:
         """Expect the report, as the stream is over. Returns whether there is something to wait for."""
-        self._is_due = self.payload is None
-        return self._is_due
+        self.is_due = self.payload is None
+        return self.is_due
 
     def deliver(self, payload: bytes | None) -> None:
         """Take the payload, or with None the news that none will come."""
-        self._is_due = False
+        self.is_due = False
         if payload is not None:
             self.payload = payload
         if self._waiter is not None and not self._waiter.done():

@@ -16,7 +16,7 @@ from functools import lru_cache
 from itertools import chain, pairwise
 from operator import itemgetter, sub
 from types import TracebackType
-from typing import Final
+from typing import Any, Final
 
 from msgspec import Struct
 from prometheus_client import CollectorRegistry
@@ -208,10 +208,10 @@ class Stages:
         self._service = service
         self.clock = clock
         self._monotonic = clock.monotonic
-        self._marks: list[tuple[str, float]] = []
-        """The visits to stages, in order, with the start of each in seconds on the clock. All but the last
-        are over."""
-        self.mark: Final = self._marks.append
+        self._marks: list[Any] = []
+        """The visits to stages, in order: by turns the name of each, and its start in seconds on the clock.
+        All but the last are over."""
+        self.mark: Final[Callable[[tuple[str, float]], None]] = self._marks.extend
         """`mark((stage, now_s))` ends the stage that runs, and begins this one: for a request that is in one
         stage at every moment, so that the stages' times add up to its own."""
         self._measured_s: dict[str, float] = {}
@@ -242,22 +242,23 @@ class Stages:
         """Begin this stage now, as `mark` does. Returns the time on the clock, in seconds."""
         monotonic = self._monotonic  # what a slot holds is slow to call as a method
         now_s = monotonic()
-        self._marks.append((stage, now_s))
+        self._marks += stage, now_s
         return now_s
 
     @property
     def now(self) -> str:
         """The stage that began last; empty before the first."""
-        return self._marks[-1][0] if self._marks else ""
+        return self._marks[-2] if self._marks else ""
 
     def last(self, stage: str) -> float | None:
         """When this stage was entered last, in seconds on the clock. None where it never was."""
-        return next((at_s for name, at_s in reversed(self._marks) if name == stage), None)
+        marks = reversed(self._marks)
+        return next((at_s for at_s, name in zip(marks, marks, strict=True) if name == stage), None)
 
     @property
     def began_s(self) -> float:
         """When the first stage was entered, in seconds on the clock; now, before that."""
-        return self._marks[0][1] if self._marks else self._monotonic()
+        return self._marks[1] if self._marks else self._monotonic()
 
     def record(self, stage: str, seconds: float) -> None:
         """Add a duration that was measured elsewhere."""
@@ -280,7 +281,8 @@ class Stages:
         """The visits to stages up to `end_s`, the request's end: name, begin and duration, in seconds on the
         clock. Of the parts of a stage the time is known and not the place: they follow each other in it, as
         in `order`."""
-        for (name, begin_s), (_, next_s) in pairwise(self._marks):
+        names, began_s = self._marks[:-2:2], self._marks[1::2]
+        for name, (begin_s, next_s) in zip(names, pairwise(began_s), strict=True):
             at_s = begin_s
             carved = self._carved.get(name, {})
             for part in sorted(carved, key=order.index if order else None):
@@ -303,14 +305,14 @@ class Stages:
 
     def stamps(self) -> Stamps:
         """The visits that are over, as they were noted."""
-        return Stamps(tuple(name for name, _ in self._marks[:-1]), tuple(at_s for _, at_s in self._marks))
+        return Stamps(tuple(self._marks[:-2:2]), tuple(self._marks[1::2]))
 
     def _taken(self) -> tuple[_Layout, list[float]]:
         """The stages that are over, and the seconds that each took."""
         if self._final is not None:
             return self._final
-        names, began_s = zip(*self._marks, strict=True) if self._marks else ((), ())
-        visits, seconds = names[:-1], list(map(sub, began_s[1:], began_s))
+        visits, began_s = tuple(self._marks[:-2:2]), self._marks[1::2]
+        seconds = list(map(sub, began_s[1:], began_s))
         if self._measured_s:
             visits, seconds = (*visits, *self._measured_s), [*seconds, *self._measured_s.values()]
         layout = _layout(visits)
