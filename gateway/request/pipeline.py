@@ -256,15 +256,8 @@ class Pipeline:
         self._apply_decision(exchange, decision, 1 if generates else 0)
 
     async def begin(self, exchange: Exchange) -> Principal:
-        """Wait for the caller's turn, and return who it is. Raises as `authenticate` does."""
-        principal = await self.authenticate(exchange)
-        if (turn := self._turns.ask(principal.tenant)) is not None:
-            await turn
-        return principal
-
-    async def authenticate(self, exchange: Exchange) -> Principal:
-        """The caller. Raises Unauthenticated, IdentityUnavailable, and PermissionDenied where it may not use
-        what it asks for."""
+        """Authenticate the caller, wait for its tenant's turn, and return who it is. Raises Unauthenticated,
+        IdentityUnavailable, and PermissionDenied where it may not use what it asks for."""
         exchange.mark(("auth", exchange.clock.monotonic()))
         headers, connection = exchange.headers, exchange.connection
         shown = headers.get("authorization") or authorization_of(headers)
@@ -294,6 +287,8 @@ class Pipeline:
             check_page(headers)
         if principal.endpoints != ALL_ENDPOINTS:
             check_endpoint(principal, exchange.path)
+        if (turn := self._turns.ask(principal.tenant)) is not None:
+            await turn
         return principal
 
     async def _take_seat(self, exchange: Exchange, principal: Principal, endpoint: Endpoint) -> None:

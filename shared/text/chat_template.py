@@ -480,8 +480,9 @@ class CompiledTemplate:
         blocks: list[str] = []
         room = RENDERED_LEN_MAX
         try:
-            seen = {**self._given, **variables, "messages": messages}
-            context = Spending(self._template.environment, seen, self._template.name, self._template.blocks)
+            template = self._template
+            context = Spending(template.environment, self._given, template.name, template.blocks)
+            context.vars.update(variables, messages=messages)
             if length is not None:
                 context.start(length)
             for block in self._template.root_render_func(context):
