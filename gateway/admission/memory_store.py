@@ -48,7 +48,7 @@ IDLE_MS: Final = 3_600_000
 """How long an account is not used before it is forgotten. Its buckets have drained within a minute, but for
 what an answer took above its reservation."""
 PERIOD_KEPT_MS: Final = 31 * DAY_MS
-"""The same for one with a budget for a day or a month, which begins anew within this time."""
+"""How long an account with a budget for a day or a month is kept unused: that begins anew within it."""
 DAYS_KEPT: Final = AccountingConfig().days
 LAPSED_MAX: Final = 10_000
 """Reservations whose leases ran out and that may be settled after all."""

@@ -176,7 +176,7 @@ def check_fits(request: GenerationRequest, count: TokenCount, room: Room | None)
 
 
 def _check_prompts_fit(request: GenerationRequest, count: TokenCount, room: Room | None) -> None:
-    """The same where nothing is generated: each prompt may take all of the room."""
+    """Raises as `check_fits` does, where nothing is generated: each prompt may take all of the room."""
     if room is None or count.extension is None or count.longest <= room.prompt_most:
         return
     form = request.prompt_form

@@ -87,7 +87,7 @@ def validate(
 def validate_slices(
     body: bytes, type_: type[T], unknown_fields: Literal["ignore", "refuse"]
 ) -> Slices[Parsed[T]]:
-    """The same, pass by pass, for a body of any length whose census was taken and checked already."""
+    """Parse a body of any length, pass by pass. Its census was taken and checked already."""
     return _admitted((yield from parse_slices(body, type_)), unknown_fields)
 
 

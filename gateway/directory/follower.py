@@ -198,7 +198,7 @@ class Follower:
         return tenant
 
     def _key(self, id_: str, raw: bytes) -> KeyConfig | None:
-        """As `_tenant`, for a key."""
+        """The key of this id; None where it is refused, which is told, or gone."""
         try:
             key = decode(KeyConfig, raw) if raw else None
             if key is not None:

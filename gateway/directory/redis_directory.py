@@ -205,7 +205,7 @@ class RedisDirectory:
     # -- calls ------------------------------------------------------------------------------------
 
     async def _ask(self, *words: Word) -> list[Any]:
-        """As `_call`, for operators. Raises DirectoryUnavailable."""
+        """The reply to a call that an operator waits for. Raises DirectoryUnavailable."""
         try:
             return await self._call(*words)
         except RedisUnavailable as error:

@@ -28,7 +28,7 @@ def shaped_input(value: Raw, left_out: list[str]) -> Raw:
 
 
 def shaped_questions(value: Raw, left_out: list[str]) -> Raw:
-    """The same of its questions."""
+    """The questions without what their shapes do not have, whose names are added to `left_out`."""
     questions = _decode_questions(value)
     return _shaped("questions", questions, value, left_out, (one.instructions for one in questions))
 

@@ -83,8 +83,8 @@ class Resource(Struct, frozen=True, eq=False):
     dialect: Dialect = CHUNKS
     """How its answers look beside their content."""
     anthropics: Resource | None = None
-    """The same for a request that names the version of Anthropic's API, in the dialect of that. None where an
-    API has the path."""
+    """What is served here to a request that names the version of Anthropic's API, in the dialect of that. None
+    where an API has the path."""
 
     def id_of(self, path: str) -> str:
         """The id in a path that is one of this resource's. Empty where there is none."""

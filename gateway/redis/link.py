@@ -209,7 +209,7 @@ class RedisLink:
         return answer
 
     def send(self, command: bytes, answer: ReplySink) -> None:
-        """The same, with an answer of the caller's own. Raises RedisUnavailable."""
+        """Send a command whose reply goes to an answer of the caller's own. Raises RedisUnavailable."""
         self.require_up()
         self._send(command, answer)
 

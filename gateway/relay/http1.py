@@ -61,7 +61,7 @@ IDLE_S: Final = 3.0
 """The time for which an unused connection is kept, in seconds, where the engine does not say: below the 5 s
 of uvicorn (vLLM, SGLang), or requests would be sent into closed sockets."""
 IDLE_S_MAX: Final = 15.0
-"""The same where it says."""
+"""The longest time for which an unused connection is kept, in seconds, where the engine says one."""
 CROSSED_S: Final = 1.0
 """The longest that the end of a connection and a request may be under way to each other, in seconds."""
 UNUSED_S_MIN: Final = 0.5

@@ -282,7 +282,7 @@ class Dispatcher:
     async def _begin_stream(
         self, exchange: Exchange, prepared: Prepared, place: Placement, sending: Sending
     ) -> Dispatched:
-        """The same for a stream, which is given up when its replica is found silent."""
+        """Send a stream, and wait for its beginning. It is given up when its replica is found silent."""
 
         def on_late() -> None:
             if sending.may_repeat():

@@ -72,7 +72,7 @@ _FULL: Final = 1000
 _PARTS: Final = tuple(tuple(min(_FULL, _FULL * other // own) for other in WEIGHTS) for own in WEIGHTS)
 """Weights that tokens of each class have for a request, in thousandths, by the class of the request."""
 _PARTS_OF: Final = tuple(zip(*_PARTS, strict=True))
-"""The same, by the class of the tokens first."""
+"""These weights by the class of the tokens, and then of the request."""
 _MASK: Final = 2**64 - 1
 
 

@@ -56,6 +56,7 @@ class Accepted:
         await self._reader.watch()
 
     def _checked(self, config: GatewayConfig, keys: KeyTable, _: Iterable[TenantId]) -> Identity:
-        """Nobody is identified here. Refused is what workers refuse: an issuer's file that cannot be read."""
+        """The keys alone: no caller is identified here. Refused is what workers refuse: an issuer's file that
+        cannot be read."""
         self._sources.of(config.issuers)
         return keys
