@@ -96,7 +96,7 @@ RENEW_S: Final = LEASE_TTL_MS / 1000 / 3
 KEYS_SHOWN_MAX: Final = 20
 """The number of keys that the log line about revoked ones names."""
 PROBE_S: Final = 0.5
-"""The time between two probes of a shared store that does not answer, in seconds, and the least of any two."""
+"""Seconds between two probes of a shared store that does not answer, and the least between any two."""
 assert RENEW_S * 2 < LEASE_TTL_MS / 1000, "one renewal may fail before a lease expires"
 
 log = logs.get(__name__)

@@ -83,7 +83,7 @@ class Resource(Struct, frozen=True, eq=False):
     dialect: Dialect = CHUNKS
     """How its answers look beside their content."""
     anthropics: Resource | None = None
-    """What is served here to a request that names the version of Anthropic's API, in the dialect of that. None
+    """What is served here to a request that names the version of Anthropic's API, in that API's dialect. None
     where an API has the path."""
 
     def id_of(self, path: str) -> str:
