@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from http import HTTPStatus
 from typing import Any, Final, get_origin
 
+import msgspec
 from msgspec import inspect
 
 from gateway.endpoints.dialect import CHUNKS, Dialect
@@ -98,6 +99,20 @@ def path_parameter(name: str, description: str) -> Json:
     """A part of a path."""
     schema = {"type": "string", "minLength": 1}
     return {"name": name, "in": "path", "required": True, "description": description, "schema": schema}
+
+
+def query_parameters(shape: type) -> Iterator[Json]:
+    """The parameters of a query, with descriptions from its shape's docstrings."""
+    _, components = msgspec.json.schema_components([shape], ref_template=REF)
+    [whole] = components.values()
+    describe(whole, shape)
+    for name, told in whole["properties"].items():
+        if told.get("default", "") is None:  # a parameter that is left out is not null
+            del told["default"]
+            [schema] = [one for one in told.pop("anyOf") if one != {"type": "null"}]
+            told |= schema
+        description = told.pop("description")
+        yield {"name": name.removesuffix("_"), "in": "query", "description": description, "schema": told}
 
 
 # -- errors ---------------------------------------------------------------------------------------

@@ -10,7 +10,6 @@ is refused from clients. A field that is refused unless it asks for nothing has 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cache
 from types import UnionType
 from typing import Any, Final, get_args
@@ -34,6 +33,7 @@ from gateway.openapi.parts import (
     info,
     path_parameter,
     probe,
+    query_parameters,
     ref,
     request_header,
 )
@@ -184,18 +184,8 @@ def _answered(route: Route) -> Json:
     }
     operation: Json = {"summary": route.summary, "responses": {"200": whole} | errors_of(errors)}
     if route.query is not None:
-        operation["parameters"] = [*_query(route.query)]
+        operation["parameters"] = [*query_parameters(route.query)]
     return operation | ({"security": []} if route.is_open else {})
-
-
-def _query(shape: type[Struct]) -> Iterator[Json]:
-    """The parameters of a query, with descriptions from its shape's docstrings."""
-    _, components = msgspec.json.schema_components([shape], ref_template=REF)
-    [schema] = components.values()
-    describe(schema, shape)
-    for name, told in schema["properties"].items():
-        told.pop("default", None)
-        yield {"name": name, "in": "query", "description": told.pop("description"), "schema": told}
 
 
 # -- headers --------------------------------------------------------------------------------------

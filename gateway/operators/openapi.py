@@ -29,6 +29,7 @@ from gateway.openapi.parts import (
     info,
     path_parameter,
     probe,
+    query_parameters,
     request_header,
 )
 from gateway.operators.operations import Operation, OperationBody, Table, operation_of
@@ -134,10 +135,7 @@ def _described(path: str, table: Table) -> Json:
 
 def _operation(operation: Operation) -> Json:
     headers = headers_of("x-request-id")
-    parameters = [
-        {"name": one.name, "in": "query", "description": one.description, "schema": one.schema}
-        for one in operation.parameters
-    ]
+    parameters = [*query_parameters(operation.query)]
     if operation.is_versioned:
         headers["etag"] = header("The version of what is shown, for if-match.")
     if operation.is_watched:

@@ -36,7 +36,7 @@ from gateway.operators.gate import Gate
 from gateway.operators.key_uses import KeyUsesApi
 from gateway.operators.keys import DirectoryRoutes, read_operator_body
 from gateway.operators.openapi import PATH as DOCUMENT
-from gateway.operators.operations import Asks, Operation, Table, operation_of, pattern_of
+from gateway.operators.operations import Asks, Operation, operation_of, pattern_of, table_of
 from gateway.operators.overview import OverviewApi
 from gateway.operators.peers import PROOF_HEADER
 from gateway.operators.replicas import REPLICAS, ReplicaRoutes
@@ -324,13 +324,10 @@ def operation_at(method: str, path: str) -> Operation | None:
 
 @cache
 def operations() -> Sequence[tuple[Pattern[str], Mapping[str, Operation]]]:
-    """All, by the patterns of their paths and by their methods. A table only names methods of its class, and
-    so is read of the class."""
-    tables: list[Table] = [vars(kind)["table"].fget(kind) for kind in HANDLERS]
+    """All, by the patterns of their paths and by their methods."""
     return [
         (pattern_of(path), {method: operation_of(handler) for method, handler in methods.items()})
-        for table in tables
-        for path, methods in table.items()
+        for path, methods in table_of(HANDLERS).items()
     ]
 
 
