@@ -139,7 +139,7 @@ class DirectoryRoutes:
         asks=Asks.ONE,
     )
     async def _list_operators(self, asked: OperatorRequest) -> web.Response:
-        return json_response(HTTPStatus.OK, msgspec.json.encode(self._registry.operators()), {})
+        return json_response(HTTPStatus.OK, msgspec.json.encode(await self._registry.operators()), {})
 
     @Operation(
         f"GET {TENANTS}",
