@@ -227,12 +227,13 @@ class Place:
         if (client := self.client) is not None:
             self.drained = (await client.status()).drained
 
-    async def count(self) -> None:
-        """Ask its worker for its metrics. Raises WorkerSilent."""
+    async def count(self) -> bool:
+        """Ask its worker for its metrics, if there is one. Returns True. Raises WorkerSilent."""
         if (client := self.client) is not None:
             counted = await client.metrics()
             if client is self.client:  # else they were taken over at its death already
                 self.metrics = counted
+        return True
 
     # -- one worker -------------------------------------------------------------------------------
 
