@@ -300,21 +300,21 @@ class Gateway:
         """The handlers for operators."""
         quotas, clock = self._guarded or self.quotas, self._clock
         is_kept = self.billing.is_recounted or not isinstance(self.quotas, MemoryStore)
-        tables = (
-            DirectoryRoutes(self._registry, self._follow).table,
-            UsageReports(quotas, self.accounts, clock, is_kept=is_kept).table,
-            LimitsApi(quotas, self.accounts, self.live).table,
-            ReplicaRoutes(self.replicas).table,
-            RequestsApi(self.live, self._recorder, clock, self._elsewhere(peers, siblings)).table,
-            self._figures.table,
-            self._overview.table,
-            KeyUsesApi(self._key_uses or KeyUses(), clock).table,
-            self._chats.table,
-            StoredApi(self._responses.store).table,
+        apis = (
+            DirectoryRoutes(self._registry, self._follow),
+            UsageReports(quotas, self.accounts, clock, is_kept=is_kept),
+            LimitsApi(quotas, self.accounts, self.live),
+            ReplicaRoutes(self.replicas),
+            RequestsApi(self.live, self._recorder, clock, self._elsewhere(peers, siblings)),
+            self._figures,
+            self._overview,
+            KeyUsesApi(self._key_uses or KeyUses(), clock),
+            self._chats,
+            StoredApi(self._responses.store),
         )
         known, names = (self._health, self.accounts, self.reload, self.live), self.config.admin.called
         is_worker, is_shared = self._worker is not None, self._guarded is not None
-        parts = *known, tables, self._clock
+        parts = *known, apis, self._clock
         return Admin(*parts, names=names, is_worker=is_worker, peers=peers, shares_usage=is_shared)
 
     async def __aexit__(self, *_: object) -> None:

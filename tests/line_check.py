@@ -14,12 +14,26 @@ import msgspec
 from msgspec import Struct
 
 from shared.process import logs
-from shared.wire.completed_line import ENGINE_STAGES, EVENT, GATEWAY_STAGES, schema_problem
+from shared.wire.completed_line import ENGINE_STAGES, EVENT, GATEWAY_STAGES, EngineLine, GatewayLine
 
 PROBLEMS_MAX: Final = 20
 UNNAMED_MS_MAX: Final = 1.0
 """Milliseconds of a request that may be in none of its stages, for rounding. It does not grow with load: the
 stages are made so that they add up."""
+
+
+def schema_problem(line: Mapping[str, object]) -> str | None:
+    """The difference between a line as it was written and the schema; None when there is none."""
+    kind = GatewayLine if line.get("service") == "gateway" else EngineLine
+    if unknown := line.keys() - set(kind.__struct_fields__):
+        return f"no field of {kind.__name__}: {', '.join(sorted(unknown))}"
+    if empty := [name for name, value in line.items() if value is None]:
+        return f"null, and not left out: {', '.join(empty)}"
+    try:
+        msgspec.convert(line, kind)
+    except msgspec.ValidationError as error:
+        return str(error)
+    return None
 
 
 class LineCheck:

@@ -22,8 +22,8 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from gateway.identity.keys import hash_key
-from shared.wire.completed_line import EVENT, schema_problem
-from tests.line_check import unnamed_time
+from shared.wire.completed_line import EVENT
+from tests.line_check import schema_problem, unnamed_time
 from tests.waiting import PATIENCE_S as PATIENCE_S
 
 ROOT = Path(__file__).parent.parent

@@ -25,9 +25,9 @@ import pydantic
 import pytest
 import trustme
 
-from shared.wire.completed_line import schema_problem
 from tests.effort import IS_WHOLE, drawn
 from tests.engine.demo.questions import ACCURACY_MIN, QUESTIONS, Question
+from tests.line_check import schema_problem
 from tests.services import PATIENCE_S, engine_at_rest, gauges, until
 
 pytestmark = pytest.mark.slow

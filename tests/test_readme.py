@@ -45,12 +45,13 @@ from shared.apis.completions import CompletionRequest
 from shared.cli.service import SERVICES
 from shared.fairness import fair_share, fair_turns
 from shared.http2 import limits as http2_limits
-from shared.process import listening, memory
+from shared.process import accepting, listening
 from shared.process.settings import walk
 from shared.text import known_pieces, prompts, rendering, text_slices
 from shared.wire import errors, shapes
 from shared.wire.end_reason import MEANINGS
 from tests.bench import __main__ as bench
+from tests.bench import memory_sums as memory
 
 ROOT: Final = Path(__file__).parent.parent
 TOPS: Final = ("engine", "gateway", "shared", "tests")
@@ -378,7 +379,7 @@ def test_what_a_request_may_cost_is_what_the_code_says() -> None:
             [],
         ],
         "tokenize": [
-            [holding.TOKENS_MAX, rendering.APART_LEN, memory.RENDERING],
+            [holding.TOKENS_MAX, rendering.APART_LEN, rendering.MEMORY_MAX],
             [tokens.INLINE_LEN_MAX],
             [text_slices.SLICE_LEN, int(rendering.RENDER_S_MIN), int(rendering.RENDER_S)],
             [],
@@ -445,9 +446,9 @@ def test_the_formulas_of_memory_are_those_of_the_code() -> None:
     stated = {process: numbers(terms) for process, terms in (gateway | engine).items()}
     memory_max = LimitsConfig().request_memory
     terms = memory_max, memory.LIVE_REQUEST, memory.THREAD, memory.CONNECTION, memory.HOLDING
-    assert stated["gateway"][2:] == [*terms, memory.PIECES, 2 * memory.RENDERING]
-    assert stated["gateway with TLS"] == [memory.TLS_LARGE, memory.HANDSHAKES_MAX, memory.TLS]
-    terms_of_api = options.request_memory, memory.STREAM, memory.THREAD, 2 * memory.RENDERING
+    assert stated["gateway"][2:] == [*terms, memory.PIECES, 2 * rendering.MEMORY_MAX]
+    assert stated["gateway with TLS"] == [memory.TLS_LARGE, accepting.HANDSHAKES_MAX, memory.TLS]
+    terms_of_api = options.request_memory, memory.STREAM, memory.THREAD, 2 * rendering.MEMORY_MAX
     assert stated["the engine's API"][2:] == [*terms_of_api]
     assert stated["its core, on a CPU"] == [memory.SEQUENCE, memory.TOKEN, memory.LOGIT, memory.STEP]
 

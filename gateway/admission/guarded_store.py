@@ -52,6 +52,7 @@ from gateway.config.quotas import QuotaLimits
 from shared.process.clock import SYSTEM_CLOCK, Clock
 from shared.process.metrics import Counter, Gauge
 from shared.process.shield import Done
+from shared.process.waits import first_of
 from shared.wire.errors import QuotaUnavailable
 from shared.wire.ids import TenantId
 
@@ -209,17 +210,8 @@ class GuardedStore:
     async def until_missed(self, seconds: float) -> None:
         """Return after so long, or as soon as a request is without the store."""
         self._missed.clear()
-        if not self.is_well:
-            return
-        waiting = [
-            asyncio.ensure_future(self._clock.sleep(seconds)),
-            asyncio.ensure_future(self._missed.wait()),
-        ]
-        try:
-            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for one in waiting:
-                one.cancel()
+        if self.is_well:
+            await first_of(self._clock.sleep(seconds), self._missed.wait())
 
     async def windows(self, subjects: Sequence[Subject]) -> Windows:
         """Empty when the store did not answer."""

@@ -7,18 +7,19 @@ import asyncio
 import os
 import pwd
 import sys
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import msgspec
+from msgspec import Struct
 
 from gateway.config.edge import OperatorKeyConfig
 from gateway.config.whole import load
 from gateway.directory.accounts import AccountsReader
 from gateway.directory.entries import PAGE_MAX
 from gateway.directory.file_directory import FileDirectory
-from gateway.directory.registry import Registry
+from gateway.directory.registry import Registry, Shown
 from shared.process import logs
 from shared.process.setting_values import ConfigError
 from shared.wire.errors import ApiError
@@ -26,7 +27,15 @@ from shared.wire.errors import ApiError
 Operation = Literal["create", "list", "get", "put", "rotate", "patch", "delete"]
 Whose = Literal["callers", "operators", "tenants"]
 Called = tuple[bytes, str | None]
-"""An answer in JSON, and the etag of the tenant that it shows."""
+"""An answer in JSON, and the etag of the entry that it shows."""
+
+
+class _Asked(Struct, frozen=True):
+    whose: Whose
+    operation: Operation
+    id: str
+    fields: Mapping[str, Any]
+    if_match: str | None
 
 
 class LocalFailed(Exception):
@@ -51,7 +60,7 @@ def call(
     """
     logs.configure("keys", level="warning", stream=sys.stderr, has_audits=not sys.stderr.isatty())
     try:
-        return asyncio.run(_call(file, operation, id_, fields, env, whose, if_match))
+        return asyncio.run(_call(file, env, _Asked(whose, operation, id_, fields, if_match)))
     except ConfigError as error:
         raise LocalFailed("\n".join(error.problems)) from None
     except ApiError as error:
@@ -60,96 +69,49 @@ def call(
         logs.close()
 
 
-async def _call(
-    file: Path,
-    operation: Operation,
-    id_: str,
-    fields: Mapping[str, Any],
-    env: Mapping[str, str],
-    whose: Whose,
-    if_match: str | None,
-) -> Called:
+async def _call(file: Path, env: Mapping[str, str], asked: _Asked) -> Called:
     config = load(file, env)
     accounts = AccountsReader(config, file, env=env)
-    if config.directory.store == "file" or whose == "operators":
-        registry = Registry(FileDirectory(file, accounts, env), accounts)
-        return await _asked(registry, operation, id_, fields, whose, if_match)
+    if config.directory.store == "file" or asked.whose == "operators":
+        return await _answer(Registry(FileDirectory(file, accounts, env), accounts), asked)
     from gateway.directory.redis_directory import open_directory  # a file needs no client of Redis
 
     directory = open_directory(config.redis, accounts, env)
     try:
-        return await _asked(Registry(directory, accounts), operation, id_, fields, whose, if_match)
+        return await _answer(Registry(directory, accounts), asked)
     finally:
         await directory.aclose()
 
 
-async def _asked(
-    registry: Registry,
-    operation: Operation,
-    id_: str,
-    fields: Mapping[str, Any],
-    whose: Whose,
-    if_match: str | None,
-) -> Called:
-    match whose:
-        case "callers":
-            return await _ask(registry, operation, id_, fields), None
-        case "operators":
-            return await _ask_of_operators(registry, operation, id_, fields), None
-        case "tenants":
-            return await _ask_of_tenants(registry, operation, id_, fields, if_match)
+async def _answer(registry: Registry, asked: _Asked) -> Called:
+    found = await _OPERATIONS[asked.whose, asked.operation](registry, asked, _user())
+    if isinstance(found, Shown):
+        return msgspec.json.encode(found.view), found.etag
+    return msgspec.json.encode(found), None
 
 
-async def _ask(registry: Registry, operation: Operation, id_: str, fields: Mapping[str, Any]) -> bytes:
-    by = _user()
-    match operation:
-        case "create":
-            return msgspec.json.encode(await registry.create_key(fields, by))
-        case "list":
-            return msgspec.json.encode(await registry.page("keys", fields.get("tenant"), id_, PAGE_MAX))
-        case "rotate":
-            return msgspec.json.encode(await registry.rotate_key(id_, fields, by, None))
-        case "patch":
-            shown = await registry.patch_key(id_, fields, by, None)
-        case _:
-            assert operation == "delete"
-            shown = await registry.delete_key(id_, by, None)
-    return msgspec.json.encode(shown.view)
-
-
-async def _ask_of_operators(
-    registry: Registry, operation: Operation, id_: str, fields: Mapping[str, Any]
-) -> bytes:
-    by = _user()
-    match operation:
-        case "create":
-            return msgspec.json.encode(await registry.create_operator_key(fields, by))
-        case "list":
-            return msgspec.json.encode(registry.operators())
-        case "rotate":
-            return msgspec.json.encode(await registry.rotate_operator_key(id_, fields, by))
-        case "patch":
-            shown = await registry.revoke_operator_key(id_, by)
-        case _:
-            assert operation == "delete"
-            shown = await registry.delete_key(id_, by, None, OperatorKeyConfig)
-    return msgspec.json.encode(shown.view)
-
-
-async def _ask_of_tenants(
-    registry: Registry, operation: Operation, id_: str, fields: Mapping[str, Any], if_match: str | None
-) -> Called:
-    match operation:
-        case "list":
-            return msgspec.json.encode(await registry.page("tenants", None, id_, PAGE_MAX)), None
-        case "get":
-            shown = await registry.get("tenants", id_)
-        case "put":
-            shown = await registry.put_tenant(id_, fields, _user(), if_match)
-        case _:
-            assert operation == "delete"
-            shown = await registry.delete_tenant(id_, _user(), None)
-    return msgspec.json.encode(shown.view), shown.etag
+_OPERATIONS: Final[Mapping[tuple[Whose, Operation], Callable[[Registry, _Asked, str], Awaitable[object]]]] = {
+    ("callers", "create"): lambda keeper, asked, by: keeper.create_key(asked.fields, by),
+    ("callers", "list"): lambda keeper, asked, _: keeper.page(
+        "keys", asked.fields.get("tenant"), asked.id, PAGE_MAX
+    ),
+    ("callers", "rotate"): lambda keeper, asked, by: keeper.rotate_key(asked.id, asked.fields, by, None),
+    ("callers", "patch"): lambda keeper, asked, by: keeper.patch_key(asked.id, asked.fields, by, None),
+    ("callers", "delete"): lambda keeper, asked, by: keeper.delete_key(asked.id, by, None),
+    ("operators", "create"): lambda keeper, asked, by: keeper.create_operator_key(asked.fields, by),
+    ("operators", "list"): lambda keeper, *_: keeper.operators(),
+    ("operators", "rotate"): lambda keeper, asked, by: keeper.rotate_operator_key(asked.id, asked.fields, by),
+    ("operators", "patch"): lambda keeper, asked, by: keeper.revoke_operator_key(asked.id, by),
+    ("operators", "delete"): lambda keeper, asked, by: keeper.delete_key(
+        asked.id, by, None, OperatorKeyConfig
+    ),
+    ("tenants", "list"): lambda keeper, asked, _: keeper.page("tenants", None, asked.id, PAGE_MAX),
+    ("tenants", "get"): lambda keeper, asked, _: keeper.get("tenants", asked.id),
+    ("tenants", "put"): lambda keeper, asked, by: keeper.put_tenant(
+        asked.id, asked.fields, by, asked.if_match
+    ),
+    ("tenants", "delete"): lambda keeper, asked, by: keeper.delete_tenant(asked.id, by, None),
+}
 
 
 def _user() -> str:

@@ -146,7 +146,7 @@ class Registry:
         next_ = None if is_last else place_of((shown or found)[-1])
         return Page([view_of(record) for record in shown], [r.id for r in shown if r.id in ids], next_)
 
-    def operators(self) -> OperatorKeysView:
+    async def operators(self) -> OperatorKeysView:
         """The operators' keys of the file that this gateway has read."""
         keys = sorted(self._accounts.config.admin.keys, key=lambda key: key.id)
         return OperatorKeysView([msgspec.convert(key, OperatorKeyView, from_attributes=True) for key in keys])

@@ -36,8 +36,7 @@ from typing import Final
 from gateway.identity.caller import network_of
 from gateway.identity.callers import KnownCallers
 from shared.fairness.fair_turns import FairTurns
-from shared.process.accepting import Accepting
-from shared.process.memory import HANDSHAKES_MAX
+from shared.process.accepting import HANDSHAKES_MAX, Accepting
 
 SET_UP_MAX: Final = 2
 """Connections that are set up in one turn. The request that comes with one, which begins a few turns later,

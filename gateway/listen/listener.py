@@ -44,9 +44,8 @@ from gateway.identity.callers import KnownCallers
 from gateway.listen.accepting import FairAccepting
 from shared.fairness.fair_turns import FairTurns
 from shared.process import logs
-from shared.process.accepting import HANDSHAKE_S, Accepting, Warnings
+from shared.process.accepting import HANDSHAKE_S, HANDSHAKES_MAX, Accepting, Warnings
 from shared.process.listening import BACKLOG_LEN, CLOSE_GRACE_S, bound_socket, http1_options
-from shared.process.memory import HANDSHAKES_MAX
 from shared.process.metrics import Counter
 
 SEND_BUFFER_LEN: Final = 64 * 1024
@@ -56,7 +55,7 @@ RECEIVE_BUFFER_LEN: Final = 128 * 1024
 megabytes (tcp_rmem) while its body waits to be read, and a container's limit counts them."""
 HOLDING_MAX: Final = 1024
 """Connections with half a head, or with requests sent ahead: together they hold
-`shared.process.memory.HOLDING`."""
+128 MiB."""
 SILENT_S: Final = 1.0
 """The time after which a connection whose client does not speak is missed by nobody, in seconds."""
 

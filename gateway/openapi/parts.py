@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from http import HTTPStatus
 from typing import Any, Final, get_origin
 
+import msgspec
 from msgspec import inspect
 
 from gateway.endpoints.dialect import CHUNKS, Dialect
@@ -25,10 +26,17 @@ Json = dict[str, Any]
 """A part of a document."""
 
 
-def info(title: str, description: str) -> Json:
-    """The head of a document: its title, and the version that it is of."""
+def whole(title: str, description: str, paths: Json, schemas: Json, security: Json) -> bytes:
+    """A document, as JSON. `security` are the ways of those who may ask, any of which opens it."""
     known = version()
-    return {"title": title, "version": "0" if known == UNKNOWN else known, "description": description}
+    value = {
+        "openapi": "3.1.0",
+        "info": {"title": title, "version": "0" if known == UNKNOWN else known, "description": description},
+        "paths": paths,
+        "components": {"schemas": schemas, "headers": HEADERS, "securitySchemes": security},
+        "security": [{name: []} for name in security],
+    }
+    return msgspec.json.encode(value)
 
 
 # -- schemas --------------------------------------------------------------------------------------
@@ -50,9 +58,16 @@ def describe(schema: Json, type_: type) -> None:
             told["description"] = text.replace("`", "")
 
 
-def classes_of(types: Iterable[Any]) -> dict[str, type]:
-    """The classes with fields that these types consist of, by their names."""
-    return {one.__name__: one for info in inspect.multi_type_info(types) for one in _classes(info, set())}
+def schemas_of(types: Iterable[Any], told_of: Iterable[Any], own: Mapping[str, type] = {}) -> Json:
+    """The schemas of types by name, with descriptions from the docstrings of the classes that `told_of`
+    consist of, and of `own`."""
+    _, components = msgspec.json.schema_components(dict.fromkeys(types), ref_template=REF)
+    found = (one for info in inspect.multi_type_info(told_of) for one in _classes(info, set()))
+    classes = {**{one.__name__: one for one in found}, **own}
+    for name, schema in components.items():
+        if (class_ := classes.get(name.partition("_")[0])) is not None:
+            describe(schema, class_)
+    return components
 
 
 def _classes(found: object, seen: set[type]) -> Iterator[type]:
@@ -73,6 +88,13 @@ def _classes(found: object, seen: set[type]) -> Iterator[type]:
 
 
 # -- paths ----------------------------------------------------------------------------------------
+
+
+def answered(summary: str, content: Json, headers: Json, errors: Json, *, is_open: bool = False) -> Json:
+    """An operation. `content` has the schemas of its answer by type."""
+    told = {"description": "The answer.", "content": content, "headers": headers}
+    operation: Json = {"summary": summary, "responses": {"200": told} | errors}
+    return operation | ({"security": []} if is_open else {})
 
 
 def probe(path: str) -> Json:
@@ -98,6 +120,20 @@ def path_parameter(name: str, description: str) -> Json:
     """A part of a path."""
     schema = {"type": "string", "minLength": 1}
     return {"name": name, "in": "path", "required": True, "description": description, "schema": schema}
+
+
+def query_parameters(shape: type) -> Iterator[Json]:
+    """The parameters of a query, with descriptions from its shape's docstrings."""
+    _, components = msgspec.json.schema_components([shape], ref_template=REF)
+    [whole] = components.values()
+    describe(whole, shape)
+    for name, told in whole["properties"].items():
+        if told.get("default", "") is None:  # a parameter that is left out is not null
+            del told["default"]
+            [schema] = [one for one in told.pop("anyOf") if one != {"type": "null"}]
+            told |= schema
+        description = told.pop("description")
+        yield {"name": name.removesuffix("_"), "in": "query", "description": description, "schema": told}
 
 
 # -- errors ---------------------------------------------------------------------------------------

@@ -10,7 +10,6 @@ is refused from clients. A field that is refused unless it asks for nothing has 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cache
 from types import UnionType
 from typing import Any, Final, get_args
@@ -22,20 +21,19 @@ from gateway.endpoints.dialect import CHUNKS
 from gateway.endpoints.endpoint import Endpoint
 from gateway.endpoints.routes import ROUTES, Route
 from gateway.openapi.parts import (
-    HEADERS,
     JSON,
-    REF,
     Json,
-    classes_of,
-    describe,
+    answered,
     errors_of,
     headers_of,
     id_headers,
-    info,
     path_parameter,
     probe,
+    query_parameters,
     ref,
     request_header,
+    schemas_of,
+    whole,
 )
 from shared.process.probes import PROBES
 from shared.wire.errors import (
@@ -71,32 +69,18 @@ _KNOWN_CALLERS: Final = (
 @cache
 def document() -> bytes:
     """The description, as JSON. The first call takes some tens of milliseconds."""
-    components, paths = _schemas(), _paths()
-    value = {
-        "openapi": "3.1.0",
-        "info": info("Penstock", "OpenAI's API, with some extensions that open engines share."),
-        "paths": paths,
-        "components": {
-            "schemas": components,
-            "headers": HEADERS,
-            "securitySchemes": {
-                "bearer": {
-                    "type": "http",
-                    "scheme": "bearer",
-                    "description": "An API key, or a token (JWT).",
-                },
-                "api_key": {
-                    "type": "apiKey",
-                    "in": "header",
-                    "name": "x-api-key",
-                    "description": "The same, as Anthropic's SDKs send it.",
-                },
-                "certificate": {"type": "mutualTLS", "description": "A client certificate."},
-            },
+    security = {
+        "bearer": {"type": "http", "scheme": "bearer", "description": "An API key, or a token (JWT)."},
+        "api_key": {
+            "type": "apiKey",
+            "in": "header",
+            "name": "x-api-key",
+            "description": "The same, as Anthropic's SDKs send it.",
         },
-        "security": [{"bearer": []}, {"api_key": []}, {"certificate": []}],
+        "certificate": {"type": "mutualTLS", "description": "A client certificate."},
     }
-    return msgspec.json.encode(value)
+    description = "OpenAI's API, with some extensions that open engines share."
+    return whole("Penstock", description, _paths(), _schemas(), security)
 
 
 # -- schemas --------------------------------------------------------------------------------------
@@ -109,12 +93,7 @@ def _schemas() -> Json:
     events = [endpoint.event for endpoint in endpoints if endpoint.event is not None]
     answers = [route.answer for route in ROUTES if route.answer is not None]
     others = [*events, *answers, *dict.fromkeys(endpoint.dialect.envelope for endpoint in endpoints)]
-    types = dict.fromkeys([*map(_public, requests), *others])
-    _, components = msgspec.json.schema_components(types, ref_template=REF)
-    classes = classes_of([*requests, *others])
-    for name, schema in components.items():
-        describe(schema, classes[name])
-    return components
+    return schemas_of([*map(_public, requests), *others], [*requests, *others])
 
 
 def _public(shape: type[Struct]) -> type[Struct]:
@@ -156,12 +135,10 @@ def _proxied(endpoint: Endpoint) -> Json:
         }
     own = "x-penstock-ignored-fields", "x-penstock-fallback"
     names = *id_headers(dialect), "server-timing", *own, *dialect.limits.names
-    whole = {"description": "The answer.", "content": content, "headers": headers_of(*names)}
     return {
-        "summary": endpoint.summary,
+        **answered(endpoint.summary, content, headers_of(*names), errors_of([ApiError], dialect)),
         "parameters": _REQUEST_HEADERS,
         "requestBody": {"required": True, "content": {JSON: {"schema": ref(endpoint.shape)}}},
-        "responses": {"200": whole} | errors_of([ApiError], dialect),
     }
 
 
@@ -177,25 +154,11 @@ def _answered(route: Route) -> Json:
     if not route.is_open:
         headers += CHUNKS.limits.names
         errors += *_KNOWN_CALLERS, RouteNotFound
-    whole = {
-        "description": "The answer.",
-        "content": {JSON: {"schema": schema}},
-        "headers": headers_of(*headers),
-    }
-    operation: Json = {"summary": route.summary, "responses": {"200": whole} | errors_of(errors)}
+    content, told = {JSON: {"schema": schema}}, headers_of(*headers)
+    operation = answered(route.summary, content, told, errors_of(errors), is_open=route.is_open)
     if route.query is not None:
-        operation["parameters"] = [*_query(route.query)]
-    return operation | ({"security": []} if route.is_open else {})
-
-
-def _query(shape: type[Struct]) -> Iterator[Json]:
-    """The parameters of a query, with descriptions from its shape's docstrings."""
-    _, components = msgspec.json.schema_components([shape], ref_template=REF)
-    [schema] = components.values()
-    describe(schema, shape)
-    for name, told in schema["properties"].items():
-        told.pop("default", None)
-        yield {"name": name, "in": "query", "description": told.pop("description"), "schema": told}
+        operation["parameters"] = [*query_parameters(route.query)]
+    return operation
 
 
 # -- headers --------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
+from functools import partial
 from http import HTTPStatus
 from typing import Annotated, Final
 
@@ -43,9 +44,6 @@ from gateway.operators.operations import (
     Operation,
     OperationBody,
     OperatorRequest,
-    Parameter,
-    Table,
-    does,
 )
 from shared.process import logs
 from shared.process.clock import SYSTEM_CLOCK, Clock
@@ -116,13 +114,20 @@ class ChatView(Struct, frozen=True, kw_only=True):
     """Why there is no whole answer."""
 
 
-_WHOLE: Final = {"type": "integer", "minimum": 0, "maximum": 99_999_999}
-_KNOWN: Final = (
-    Parameter("text", "Characters of the answer that are known.", _WHOLE),
-    Parameter("ticks", "Times of pieces that are known.", _WHOLE),
-)
+Whole = Annotated[int, Meta(ge=0, le=99_999_999)]
 
-_OF_ONE: Final = {"ticks_ms": Merge.FIRST}
+
+@dataclass(frozen=True, slots=True)
+class KnownOfChat:
+    """What the page has of a chat."""
+
+    text: Whole = 0
+    """Characters of the answer that are known."""
+    ticks: Whole = 0
+    """Times of pieces that are known."""
+
+
+_OfOne: Final = partial(Operation, errors=(NotFound,), asks=Asks.EVERY, merges={"ticks_ms": Merge.FIRST})
 
 
 class _Sent(Struct, frozen=True, omit_defaults=True):
@@ -162,11 +167,6 @@ class Chats:
         self.serve: Callable[[], asyncio.Protocol] | None = None
         """Makes the public listener's protocol of a connection. None until there is one."""
 
-    @property
-    def table(self) -> Table:
-        """The handlers."""
-        return {CHATS: {"POST": self._begin}, CHAT: {"GET": self._show, "DELETE": self._end}}
-
     async def aclose(self) -> None:
         """End all of them."""
         tasks = [chat.task for chat in self._chats.values() if chat.task is not None]
@@ -175,10 +175,13 @@ class Chats:
         await asyncio.gather(*tasks, return_exceptions=True)
         self._chats.clear()
 
-    @does(
-        Operation(
-            "Begin a chat with a caller's key.", ChatView, body=_ASKED, errors=(Overloaded,), asks=Asks.ONE
-        )
+    @Operation(
+        f"POST {CHATS}",
+        "Begin a chat with a caller's key.",
+        ChatView,
+        body=_ASKED,
+        errors=(Overloaded,),
+        asks=Asks.ONE,
     )
     async def _begin(self, asked: OperatorRequest) -> web.Response:
         """Raises InvalidRequest, Overloaded."""
@@ -196,19 +199,13 @@ class Chats:
         chat.task = asyncio.create_task(self._run(chat, wanted), name="console's chat")
         return _answer(chat, 0, 0)
 
-    @does(
-        Operation(
-            "Tell what came of a chat.", ChatView, _KNOWN, errors=(NotFound,), asks=Asks.EVERY, merges=_OF_ONE
-        )
-    )
+    @_OfOne(f"GET {CHAT}", "Tell what came of a chat.", ChatView, KnownOfChat)
     async def _show(self, asked: OperatorRequest) -> web.Response:
         chat = self._find(asked)
         chat.seen_s = self._clock.monotonic()
-        return _answer(chat, asked.query.get("text", 0), asked.query.get("ticks", 0))
+        return _answer(chat, asked.query.text, asked.query.ticks)
 
-    @does(
-        Operation("End a chat, and forget it.", ChatView, errors=(NotFound,), asks=Asks.EVERY, merges=_OF_ONE)
-    )
+    @_OfOne(f"DELETE {CHAT}", "End a chat, and forget it.", ChatView)
     async def _end(self, asked: OperatorRequest) -> web.Response:
         chat = self._find(asked)
         del self._chats[chat.id]

@@ -20,7 +20,7 @@ from aiohttp import web
 from msgspec import Struct
 
 from gateway.operators.figures import SAMPLE_AGE_MAX_S, EngineFigures, Sample, figures, parse_sample
-from gateway.operators.operations import Asks, Operation, OperatorRequest, Table, does
+from gateway.operators.operations import Asks, Operation, OperatorRequest
 from gateway.operators.versions import Versions
 from gateway.relay.upstream import Outbound, Upstream
 from gateway.routing.exposition import EXPOSITION_LEN_MAX
@@ -81,12 +81,9 @@ class EnginesApi:
         self._read_at_s: float | None = None
         self._reading: Final = asyncio.Lock()
 
-    @property
-    def table(self) -> Table:
-        """The handlers."""
-        return {ENGINES: {"GET": self._answer}}
-
-    @does(Operation("Tell the engines' own figures.", EnginesView, is_watched=True, asks=Asks.ONE))
+    @Operation(
+        f"GET {ENGINES}", "Tell the engines' own figures.", EnginesView, is_watched=True, asks=Asks.ONE
+    )
     async def _answer(self, asked: OperatorRequest) -> web.Response:
         """Where the figures are the same, their age is not told anew."""
         views = await self.views()

@@ -8,30 +8,28 @@ beginning of the one that began last). A key that is not told was not used since
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Final
 
 import msgspec
 from aiohttp import web
 
-from gateway.operators.operations import (
-    SILENT,
-    Asks,
-    Merge,
-    Operation,
-    OperatorRequest,
-    Parameter,
-    Table,
-    does,
-)
+from gateway.operators.operations import Asks, Merge, Operation, OperatorRequest
 from gateway.operators.versions import Versions
 from gateway.request.key_uses import KeyUses
 from shared.process.clock import SYSTEM_CLOCK, Clock
-from shared.wire.errors import InvalidRequest
 from shared.wire.silence import Silent
 
 KEY_USES: Final = "/admin/v1/key_uses"
-_TENANT: Final = Parameter("tenant", "Only the keys of this one.")
+
+
+@dataclass(frozen=True, slots=True)
+class KeyUsesQuery:
+    """Whose keys they are."""
+
+    tenant: str | None = None
+    """Only the keys of this one."""
 
 
 class KeyUsesView(Silent, frozen=True):
@@ -51,28 +49,18 @@ class KeyUsesApi:
         self._versions: Final = Versions()
         self._since: Final = _second(datetime.fromtimestamp(clock.wall(), UTC))
 
-    @property
-    def table(self) -> Table:
-        """The handlers."""
-        return {KEY_USES: {"GET": self._answer}}
-
-    @does(
-        Operation(
-            "Tell when keys were used last.",
-            KeyUsesView,
-            (_TENANT,),
-            is_of_all=True,
-            is_watched=True,
-            asks=Asks.EVERY,
-            merges={"since": Merge.MOST, "data": Merge.LATEST, **SILENT},
-        )
+    @Operation(
+        f"GET {KEY_USES}",
+        "Tell when keys were used last.",
+        KeyUsesView,
+        KeyUsesQuery,
+        is_of_all=True,
+        is_watched=True,
+        asks=Asks.EVERY,
+        merges={"since": Merge.MOST, "data": Merge.LATEST},
     )
     async def _answer(self, asked: OperatorRequest) -> web.Response:
-        """Raises InvalidRequest."""
-        for name in asked.request.query:
-            if name != _TENANT.name:
-                raise InvalidRequest(f"There is the parameter {_TENANT.name}.", param=name[:64])
-        found = self._uses.of(asked.request.query.get(_TENANT.name))
+        found = self._uses.of(asked.query.tenant)
         view = KeyUsesView(self._since, {key: _second(at) for key, at in found})
         return self._versions.told(asked.request, msgspec.json.encode(view))
 

@@ -14,14 +14,14 @@ What is shown has an `etag`; a change with that in `if-match` is refused with 41
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from functools import partial
 from http import HTTPStatus
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import msgspec
 from aiohttp import web
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from gateway.client.responses import json_response
 from gateway.config.whole import KeyConfig, TenantConfig
@@ -42,9 +42,6 @@ from gateway.operators.operations import (
     Operation,
     OperationBody,
     OperatorRequest,
-    Parameter,
-    Table,
-    does,
 )
 from gateway.operators.versions import Versions, etag_of, is_known, unchanged
 from shared.process.setting_values import ConfigError
@@ -60,18 +57,15 @@ from shared.wire.errors import (
 from shared.wire.request_body import read_body, send_continue
 
 KEYS: Final = "/admin/v1/keys"
+KEY: Final = "/admin/v1/keys/{id}"
 TENANTS: Final = "/admin/v1/tenants"
+TENANT: Final = "/admin/v1/tenants/{id}"
 OPERATORS: Final = "/admin/v1/operators"
 PAGE_LEN: Final = 100
 """Entries on a page, unless the operator says otherwise."""
 BODY_S: Final = 10.0
 """From the headers of a request to the last byte of its body, in seconds."""
 PLACE_LEN_MAX: Final = 160
-_PAGED: Final = (
-    Parameter("after", "What the page before told as `next`."),
-    Parameter("limit", "Entries at most.", {"type": "integer", "minimum": 1, "maximum": PAGE_MAX}),
-)
-_OF_TENANT: Final = Parameter("tenant", "Only the keys of this one.")
 _NEW_KEY: Final = OperationBody("NewKey", KeyConfig, CREATABLE, frozenset({"tenant"}))
 _KEY_CHANGE: Final = OperationBody("KeyChange", KeyConfig, PATCHABLE)
 _TENANT: Final = OperationBody(
@@ -79,6 +73,28 @@ _TENANT: Final = OperationBody(
 )
 _ROTATION: Final = OperationBody("Rotation", Rotation, frozenset(one.name for one in fields(Rotation)))
 _CHANGES: Final = (NotFound, Conflict, PreconditionFailed)
+_Shows: Final = partial(Operation, errors=(NotFound,), is_versioned=True, is_watched=True, asks=Asks.ONE)
+"""Shows an entry."""
+_Changes: Final = partial(Operation, errors=_CHANGES, is_versioned=True, takes_version=True, asks=Asks.CHANGE)
+"""Changes an entry."""
+
+
+@dataclass(frozen=True, slots=True)
+class TenantsQuery:
+    """A page of tenants."""
+
+    after: str = ""
+    """What the page before told as `next`."""
+    limit: Annotated[int, Meta(ge=1, le=PAGE_MAX)] = PAGE_LEN
+    """Entries at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeysQuery(TenantsQuery):
+    """A page of keys."""
+
+    tenant: str | None = None
+    """Only the keys of this one."""
 
 
 class Problem(Struct, frozen=True):
@@ -105,76 +121,61 @@ class DirectoryRoutes:
         self._versions: Final = Versions()
         self._refresh: Final = refresh
 
-    @property
-    def table(self) -> Table:
-        """The handlers."""
-        return {
-            KEYS: {"GET": self._list_keys, "POST": self._create_key},
-            f"{KEYS}/{{id}}": {"GET": self._key, "PATCH": self._patch_key, "DELETE": self._delete_key},
-            f"{KEYS}/{{id}}/rotate": {"POST": self._rotate_key},
-            OPERATORS: {"GET": self._list_operators},
-            TENANTS: {"GET": self._list_tenants},
-            f"{TENANTS}/{{id}}": {
-                "GET": self._tenant,
-                "PUT": self._put_tenant,
-                "DELETE": self._delete_tenant,
-            },
-        }
-
-    @does(
-        Operation(
-            "List keys, by their tenants.",
-            Page[KeyView],
-            (_OF_TENANT, *_PAGED),
-            is_watched=True,
-            asks=Asks.ONE,
-        )
+    @Operation(
+        f"GET {KEYS}",
+        "List keys, by their tenants.",
+        Page[KeyView],
+        KeysQuery,
+        is_watched=True,
+        asks=Asks.ONE,
     )
     async def _list_keys(self, asked: OperatorRequest) -> web.Response:
-        return await self._page(asked, "keys")
+        return await self._page(asked, "keys", asked.query.tenant)
 
-    @does(
-        Operation(
-            "List operators' keys. They are changed in the file alone.", OperatorKeysView, asks=Asks.ONE
-        )
+    @Operation(
+        f"GET {OPERATORS}",
+        "List operators' keys. They are changed in the file alone.",
+        OperatorKeysView,
+        asks=Asks.ONE,
     )
     async def _list_operators(self, asked: OperatorRequest) -> web.Response:
-        return json_response(HTTPStatus.OK, msgspec.json.encode(self._registry.operators()), {})
+        return json_response(HTTPStatus.OK, msgspec.json.encode(await self._registry.operators()), {})
 
-    @does(
-        Operation("List tenants, by their ids.", Page[TenantConfig], _PAGED, is_watched=True, asks=Asks.ONE)
+    @Operation(
+        f"GET {TENANTS}",
+        "List tenants, by their ids.",
+        Page[TenantConfig],
+        TenantsQuery,
+        is_watched=True,
+        asks=Asks.ONE,
     )
     async def _list_tenants(self, asked: OperatorRequest) -> web.Response:
-        return await self._page(asked, "tenants")
+        return await self._page(asked, "tenants", None)
 
-    async def _page(self, asked: OperatorRequest, kind: Kind) -> web.Response:
-        query = asked.query
-        after, limit = query.get("after", "")[:PLACE_LEN_MAX], query.get("limit", PAGE_LEN)
-        page = await self._registry.page(kind, query.get("tenant"), after, limit)
+    async def _page(self, asked: OperatorRequest, kind: Kind, tenant: str | None) -> web.Response:
+        query: TenantsQuery = asked.query
+        page = await self._registry.page(kind, tenant, query.after[:PLACE_LEN_MAX], query.limit)
         return self._versions.told(asked.request, msgspec.json.encode(page))
 
-    @does(
-        Operation(
-            "Create a key. Only this answer has its secret.",
-            MintedView,
-            (),
-            _NEW_KEY,
-            _CHANGES,
-            asks=Asks.CHANGE,
-        )
+    @Operation(
+        f"POST {KEYS}",
+        "Create a key. Only this answer has its secret.",
+        MintedView,
+        body=_NEW_KEY,
+        errors=_CHANGES,
+        asks=Asks.CHANGE,
     )
     async def _create_key(self, asked: OperatorRequest) -> web.Response:
         return await self._minted(self._registry.create_key(await _body(asked), asked.operator.key))
 
-    @does(
-        Operation(
-            "Replace a key's secret.",
-            MintedView,
-            body=_ROTATION,
-            errors=_CHANGES,
-            takes_version=True,
-            asks=Asks.CHANGE,
-        )
+    @Operation(
+        f"POST {KEY}/rotate",
+        "Replace a key's secret.",
+        MintedView,
+        body=_ROTATION,
+        errors=_CHANGES,
+        takes_version=True,
+        asks=Asks.CHANGE,
     )
     async def _rotate_key(self, asked: OperatorRequest) -> web.Response:
         body = await _body(asked)
@@ -182,63 +183,32 @@ class DirectoryRoutes:
             self._registry.rotate_key(asked.id, body, asked.operator.key, _if_match(asked))
         )
 
-    @does(
-        Operation(
-            "Show a key.", KeyView, errors=(NotFound,), is_versioned=True, is_watched=True, asks=Asks.ONE
-        )
-    )
+    @_Shows(f"GET {KEY}", "Show a key.", KeyView)
     async def _key(self, asked: OperatorRequest) -> web.Response:
         return _answer(await self._registry.get("keys", asked.id), asked.request)
 
-    @does(
-        Operation(
-            "Show a tenant.",
-            TenantConfig,
-            errors=(NotFound,),
-            is_versioned=True,
-            is_watched=True,
-            asks=Asks.ONE,
-        )
-    )
+    @_Shows(f"GET {TENANT}", "Show a tenant.", TenantConfig)
     async def _tenant(self, asked: OperatorRequest) -> web.Response:
         return _answer(await self._registry.get("tenants", asked.id), asked.request)
 
-    @does(
-        Operation(
-            "Change fields of a key.",
-            KeyView,
-            body=_KEY_CHANGE,
-            errors=_CHANGES,
-            is_versioned=True,
-            takes_version=True,
-            asks=Asks.CHANGE,
-        )
-    )
+    @_Changes(f"PATCH {KEY}", "Change fields of a key.", KeyView, body=_KEY_CHANGE)
     async def _patch_key(self, asked: OperatorRequest) -> web.Response:
         body = await _body(asked)
         return await self._changed(
             self._registry.patch_key(asked.id, body, asked.operator.key, _if_match(asked))
         )
 
-    @does(
-        Operation(
-            "Delete a key.", KeyView, errors=_CHANGES, is_versioned=True, takes_version=True, asks=Asks.CHANGE
-        )
-    )
+    @_Changes(f"DELETE {KEY}", "Delete a key.", KeyView)
     async def _delete_key(self, asked: OperatorRequest) -> web.Response:
         return await self._changed(self._registry.delete_key(asked.id, asked.operator.key, _if_match(asked)))
 
-    @does(
-        Operation(
-            "Create a tenant, or replace it.",
-            TenantConfig,
-            body=_TENANT,
-            errors=(*_CHANGES, PreconditionRequired),
-            is_versioned=True,
-            takes_version=True,
-            takes_absence=True,
-            asks=Asks.CHANGE,
-        )
+    @_Changes(
+        f"PUT {TENANT}",
+        "Create a tenant, or replace it.",
+        TenantConfig,
+        body=_TENANT,
+        errors=(*_CHANGES, PreconditionRequired),
+        takes_absence=True,
     )
     async def _put_tenant(self, asked: OperatorRequest) -> web.Response:
         body = await _body(asked)
@@ -248,16 +218,7 @@ class DirectoryRoutes:
             )
         )
 
-    @does(
-        Operation(
-            "Delete a tenant.",
-            TenantConfig,
-            errors=_CHANGES,
-            is_versioned=True,
-            takes_version=True,
-            asks=Asks.CHANGE,
-        )
-    )
+    @_Changes(f"DELETE {TENANT}", "Delete a tenant.", TenantConfig)
     async def _delete_tenant(self, asked: OperatorRequest) -> web.Response:
         return await self._changed(
             self._registry.delete_tenant(asked.id, asked.operator.key, _if_match(asked))

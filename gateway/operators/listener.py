@@ -22,7 +22,7 @@ from shared.fairness.fair_turns import FairTurns
 
 CONNECTIONS_MAX: Final = 64
 """Connections, of browsers with the console, of monitoring and of probes: together they hold
-`shared.process.memory.ADMIN`."""
+54 MiB, each with half a head, large buffers of TLS and a handshake beside it."""
 
 
 async def listen_for_operators(

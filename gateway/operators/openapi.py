@@ -8,7 +8,7 @@ docstrings.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import MISSING
 from dataclasses import fields as fields_of
 from typing import Any, Final, get_type_hints
@@ -17,19 +17,19 @@ import msgspec
 from msgspec import NODEFAULT
 
 from gateway.openapi.parts import (
-    HEADERS,
     JSON,
     REF,
     Json,
-    classes_of,
-    describe,
+    answered,
     errors_of,
     header,
     headers_of,
-    info,
     path_parameter,
     probe,
+    query_parameters,
     request_header,
+    schemas_of,
+    whole,
 )
 from gateway.operators.operations import Operation, OperationBody, Table, operation_of
 from shared.process.probes import PROBES
@@ -74,34 +74,14 @@ def document(table: Table) -> bytes:
         paths[path] = {"get": probe(path)}
     paths[METRICS] = {"get": _open("Scrape the metrics.", "text/plain", {"type": "string"})}
     paths[PATH] = {"get": _open("Describe the operators' API.", JSON, {"type": "object"})}
-    value = {
-        "openapi": "3.1.0",
-        "info": info("Penstock for operators", "Requests, replicas, keys, tenants and usage of a gateway."),
-        "paths": paths,
-        "components": {
-            "schemas": _schemas(operations, bodies),
-            "headers": HEADERS,
-            "securitySchemes": {
-                "operator": {"type": "http", "scheme": "bearer", "description": "An operator's key."}
-            },
-        },
-        "security": [{"operator": []}],
-    }
-    return msgspec.json.encode(value)
+    types: list[Any] = [*(one.answer for one in operations), *map(_shape, bodies.values()), ErrorEnvelope]
+    schemas = schemas_of(types, types, {name: body.type for name, body in bodies.items()})
+    security = {"operator": {"type": "http", "scheme": "bearer", "description": "An operator's key."}}
+    description = "Requests, replicas, keys, tenants and usage of a gateway."
+    return whole("Penstock for operators", description, paths, schemas, security)
 
 
 # -- schemas --------------------------------------------------------------------------------------
-
-
-def _schemas(operations: Iterable[Operation], bodies: Mapping[str, OperationBody]) -> Json:
-    """The schemas by name, with descriptions from the docstrings."""
-    types: list[Any] = [*(one.answer for one in operations), *map(_shape, bodies.values()), ErrorEnvelope]
-    _, components = msgspec.json.schema_components(dict.fromkeys(types), ref_template=REF)
-    classes = classes_of(types) | {name: body.type for name, body in bodies.items()}
-    for name, schema in components.items():
-        if (class_ := classes.get(name.partition("_")[0])) is not None:
-            describe(schema, class_)
-    return components
 
 
 def _shape(body: OperationBody) -> type:
@@ -134,10 +114,7 @@ def _described(path: str, table: Table) -> Json:
 
 def _operation(operation: Operation) -> Json:
     headers = headers_of("x-request-id")
-    parameters = [
-        {"name": one.name, "in": "query", "description": one.description, "schema": one.schema}
-        for one in operation.parameters
-    ]
+    parameters = [*query_parameters(operation.query)]
     if operation.is_versioned:
         headers["etag"] = header("The version of what is shown, for if-match.")
     if operation.is_watched:
@@ -151,12 +128,8 @@ def _operation(operation: Operation) -> Json:
         told = "* if there must be none yet."
         parameters.append(request_header("if-none-match", told, {"type": "string"}))
     [schema], _ = msgspec.json.schema_components([operation.answer], ref_template=REF)
-    whole = {"description": "The answer.", "content": {JSON: {"schema": schema}}, "headers": headers}
-    described: Json = {
-        "summary": operation.summary,
-        "parameters": parameters,
-        "responses": {"200": whole} | errors_of((*_EVERYWHERE, *operation.errors)),
-    }
+    content, errors = {JSON: {"schema": schema}}, errors_of((*_EVERYWHERE, *operation.errors))
+    described = {**answered(operation.summary, content, headers, errors), "parameters": parameters}
     if operation.is_watched:
         described["responses"]["304"] = {"description": "It is as it was.", "headers": headers}
     if operation.body is not None:
@@ -167,10 +140,6 @@ def _operation(operation: Operation) -> Json:
 
 def _open(summary: str, type_: str, schema: Json) -> Json:
     """An operation that needs no key."""
-    shown = {
-        "description": "It.",
-        "content": {type_: {"schema": schema}},
-        "headers": headers_of("x-request-id"),
-    }
     errors = errors_of((InvalidRequest, InternalError, NotReady, MethodNotAllowed))
-    return {"summary": summary, "security": [], "responses": {"200": shown} | errors}
+    content = {type_: {"schema": schema}}
+    return answered(summary, content, headers_of("x-request-id"), errors, is_open=True)

@@ -1,26 +1,25 @@
-"""A request of an operator's on the admin listener, and the table of those that are answered.
+"""A request of an operator's on the admin listener, and the operations that are answered.
 
-A handler carries the description of its operation, which stands above it in the code.
-`gateway.operators.openapi` makes a document of all that are in the tables, so an operation that is not
-described is not served. With several workers, it says whom a supervisor asks, and how it makes one answer of
-theirs (`gateway.operators.together`).
+A handler carries the description of its operation, which stands above it in the code. The routes and
+`gateway.operators.openapi`'s document are made of these descriptions, so an operation that is not described
+is not served. With several workers, it says whom a supervisor asks, and how it makes one answer of theirs
+(`gateway.operators.together`).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
-from dataclasses import field as of_dataclass
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from datetime import datetime
 from enum import Enum
-from typing import Any, Final, TypeVar
+from typing import Annotated, Any, Final, TypeVar
 
 from aiohttp import web
-from msgspec import Struct, field
+from msgspec import Meta, Struct
 
 from gateway.identity.caller import Principal
+from shared.process.settings import Rule, settings_of
 from shared.wire.errors import ApiError, InvalidRequest
 
 
@@ -31,8 +30,8 @@ class OperatorRequest(Struct, frozen=True):
     operator: Principal
     id: str
     """The id in its path. Empty where the path has none."""
-    query: Mapping[str, Any] = field(default_factory=dict)
-    """The parameters that it has, as their schemas say (`query_of`)."""
+    query: Any
+    """Its parameters, a value of the operation's `query`."""
 
 
 Handler = Callable[[OperatorRequest], Awaitable[web.Response]]
@@ -43,8 +42,6 @@ Table = Mapping[str, Methods]
 """The methods by path, in which `{id}` stands for an id, and `{replica}` for a replica's."""
 
 
-_DIGITS: Final = 16
-"""The longest number in a query, in digits."""
 _ID: Final = "([A-Za-z0-9._-]{1,64})"
 _REPLICA: Final = r"([A-Za-z0-9._~:%\[\]-]{1,512})"
 
@@ -88,61 +85,35 @@ class Merge(Enum):
     """Rows of numbers, added up by what they are of."""
 
 
-SILENT: Final = {"silent_gateways": Merge.FIRST, "silent_workers": Merge.FIRST}
+SILENT: Final = ("silent_gateways", "silent_workers")
 """The fields of an answer that several give: those who are silent are noted when it is made of theirs."""
 
 
 @dataclass(frozen=True, slots=True)
-class Parameter:
-    """A parameter in the query of an operation."""
-
-    name: str
-    description: str
-    schema: Mapping[str, Any] = of_dataclass(default_factory=lambda: {"type": "string"})
-    """JSON Schema."""
-
-    says: str = ""
-    """What it must be, in words, where it has a pattern."""
-
-    def read(self, text: str) -> str | int | datetime:
-        """The value that a query's text stands for. Raises InvalidRequest."""
-        name, schema = self.name, self.schema
-        if schema.get("format") == "date-time":
-            return self._moment(text)
-        if schema.get("type") == "integer":
-            least, most = schema["minimum"], schema["maximum"]
-            is_number = text.isascii() and text.isdecimal() and len(text) <= _DIGITS
-            if not (is_number and least <= int(text) <= most):
-                raise InvalidRequest(f"{name} must be a whole number from {least} to {most}.", param=name)
-            return int(text)
-        least, most = schema.get("minLength", 0), schema.get("maxLength", len(text))
-        if not least <= len(text) <= most:
-            raise InvalidRequest(f"{name} must have {least} to {most} characters.", param=name)
-        if text not in (choices := schema.get("enum", (text,))):
-            raise InvalidRequest(f"{name} must be one of {', '.join(choices)}.", param=name)
-        if re.fullmatch(schema.get("pattern", ".*"), text, re.DOTALL) is None:
-            raise InvalidRequest(f"{name} must be {self.says}.", param=name)
-        return text
-
-    def _moment(self, text: str) -> datetime:
-        found = None
-        with suppress(ValueError):
-            found = datetime.fromisoformat(text)
-        if found is None or found.utcoffset() is None:
-            like = "a moment with its zone, like 2026-11-01T12:00:00Z"
-            raise InvalidRequest(f"{self.name} must be {like}.", param=self.name)
-        return found
+class NoQuery:
+    """The query of an operation without parameters."""
 
 
-def query_of(parameters: Sequence[Parameter], given: Mapping[str, str]) -> dict[str, str | int | datetime]:
-    """The parameters in a query string, each as its schema says. Raises InvalidRequest, naming the
-    parameter."""
-    known = {one.name: one for one in parameters}
-    for name in given:
-        if name not in known:
-            told = f"the parameters {', '.join(known)}" if known else "no parameters here"
+Moment = Annotated[
+    datetime, Meta(tz=True), Rule("be a moment with its zone, like 2026-11-01T12:00:00Z", bool)
+]
+
+
+def query_of(type_: type, given: Mapping[str, str]) -> Any:
+    """The parameters in a query string as a value of a dataclass of settings (`shared.process.settings`).
+    Raises InvalidRequest, naming the parameter."""
+    kinds = {one.name.removesuffix("_"): (one.name, one.kind) for one in settings_of(type_)}
+    values: dict[str, Any] = {}
+    for name, text in given.items():
+        if name not in kinds:
+            told = f"the parameters {', '.join(kinds)}" if kinds else "no parameters here"
             raise InvalidRequest(f"There are {told}.", param=name[:64])
-    return {name: known[name].read(text) for name, text in given.items()}
+        field, kind = kinds[name]
+        try:
+            values[field] = kind.convert(kind.parse(text))
+        except ValueError as error:
+            raise InvalidRequest(f"{name} {error}.", param=name) from None
+    return type_(**values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,14 +127,21 @@ class OperationBody:
     required: frozenset[str] = frozenset()
 
 
+_F = TypeVar("_F", bound=Callable[..., Awaitable[web.Response]])
+
+
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """The description of a handler: its parameters, its body and its answer."""
+    """What an operator may ask: its method and path, its parameters, its body and its answer. It stands above
+    the handler that gives the answer."""
 
+    route: str
+    """Its method and path, in which `{id}` stands for an id, and `{replica}` for a replica's."""
     summary: str
     answer: object
     """The type of the answer's JSON."""
-    parameters: tuple[Parameter, ...] = ()
+    query: type = NoQuery
+    """A dataclass of the parameters that it has (`query_of`)."""
     body: OperationBody | None = None
     errors: tuple[type[ApiError], ...] = ()
     """Errors that not every operation has."""
@@ -177,26 +155,29 @@ class Operation:
     """True if the other gateways are asked, too (`gateway.operators.peers`)."""
     is_watched: bool = False
     """True if the answer may have a version that `if-none-match` takes (`gateway.operators.versions`)."""
-    asks: Asks = of_dataclass(kw_only=True)
-    merges: Mapping[str, Merge] = of_dataclass(default_factory=dict)
+    asks: Asks = field(kw_only=True)
+    merges: Mapping[str, Merge] = field(default_factory=dict)
     """The fields of the answer that are not the first worker's, and all that are lists, where every worker is
     asked."""
 
-
-_F = TypeVar("_F", bound=Callable[..., Awaitable[web.Response]])
-
-
-def does(operation: Operation) -> Callable[[_F], _F]:
-    """Describe the handler below."""
-
-    def described(handler: _F) -> _F:
-        handler.__operation__ = operation  # type: ignore[attr-defined]
+    def __call__(self, handler: _F) -> _F:
+        """Describe the handler below."""
+        handler.__operation__ = self  # type: ignore[attr-defined]
         return handler
-
-    return described
 
 
 def operation_of(handler: Handler) -> Operation:
     """The description of a handler."""
     operation: Operation = handler.__operation__  # type: ignore[attr-defined]
     return operation
+
+
+def table_of(apis: Iterable[object]) -> Table:
+    """The handlers of objects, or of classes, that have some."""
+    table: dict[str, dict[str, Handler]] = {}
+    for api in apis:
+        for name, member in vars(api if isinstance(api, type) else type(api)).items():
+            if (operation := getattr(member, "__operation__", None)) is not None:
+                method, _, path = operation.route.partition(" ")
+                table.setdefault(path, {})[method] = getattr(api, name)
+    return table

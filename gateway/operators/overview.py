@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from http import HTTPStatus
 from typing import Final
@@ -24,16 +25,7 @@ from msgspec import Struct
 
 from gateway.client.responses import json_response
 from gateway.operators.engines import EngineView
-from gateway.operators.operations import (
-    SILENT,
-    Asks,
-    Merge,
-    Operation,
-    OperatorRequest,
-    Parameter,
-    Table,
-    does,
-)
+from gateway.operators.operations import Asks, Merge, Moment, Operation, OperatorRequest
 from gateway.operators.versions import Versions, etag_of, is_known, unchanged
 from gateway.request.minutes import MINUTES_MAX, NONE, Cell, Minutes, edges_ms
 from shared.process.clock import SYSTEM_CLOCK, Clock
@@ -43,9 +35,14 @@ OVERVIEW: Final = "/admin/v1/overview"
 EVERY_S: Final = 60.0
 LOADS_MAX: Final = 64
 """Engines whose queues and pages are kept."""
-_SINCE: Final = Parameter(
-    "since", "Only minutes that began then or later.", {"type": "string", "format": "date-time"}
-)
+
+
+@dataclass(frozen=True, slots=True)
+class OverviewQuery:
+    """The minutes that are asked for."""
+
+    since: Moment | None = None
+    """Only minutes that began then or later."""
 
 
 class MinuteRow(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -108,11 +105,6 @@ class OverviewApi:
         self._read = 0
         """How many times the engines were read."""
 
-    @property
-    def table(self) -> Table:
-        """The handlers."""
-        return {OVERVIEW: {"GET": self._answer}}
-
     async def watch(self) -> None:
         """Read the engines' queues and pages, for ever."""
         while True:
@@ -122,23 +114,22 @@ class OverviewApi:
             self._loads.append(tuple(_load(view, now) for view in views[:LOADS_MAX] if view.figures))
             self._read += 1
 
-    @does(
-        Operation(
-            "Tell the last hours by the minute.",
-            Overview,
-            (_SINCE,),
-            is_of_all=True,
-            is_watched=True,
-            asks=Asks.EVERY,
-            merges={"edges_ms": Merge.FIRST, "rows": Merge.ROWS, "loads": Merge.JOIN, **SILENT},
-        )
+    @Operation(
+        f"GET {OVERVIEW}",
+        "Tell the last hours by the minute.",
+        Overview,
+        OverviewQuery,
+        is_of_all=True,
+        is_watched=True,
+        asks=Asks.EVERY,
+        merges={"edges_ms": Merge.FIRST, "rows": Merge.ROWS, "loads": Merge.JOIN},
     )
     async def _answer(self, asked: OperatorRequest) -> web.Response:
         etag = self._versions.of(asked.request, *self._minutes.version, self._read)
         if is_known(asked.request, etag):
             return unchanged(etag_of(etag))
         return json_response(
-            HTTPStatus.OK, msgspec.json.encode(self.overview(asked.query.get("since"))), etag_of(etag)
+            HTTPStatus.OK, msgspec.json.encode(self.overview(asked.query.since)), etag_of(etag)
         )
 
     def overview(self, since: datetime | None = None) -> Overview:

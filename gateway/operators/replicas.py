@@ -14,29 +14,39 @@ themselves.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from http import HTTPStatus
-from typing import Final
+from typing import Annotated, Final
 from urllib.parse import unquote
 
 import msgspec
 from aiohttp import web
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from gateway.client.responses import json_response
-from gateway.operators.operations import Asks, Merge, Operation, OperatorRequest, Parameter, Table, does
+from gateway.operators.operations import Asks, Merge, Operation, OperatorRequest
 from gateway.routing.members import DrainCause, MemberPhase
 from gateway.routing.replicas import Replica, Replicas
 from shared.process import logs
 from shared.wire.errors import NotFound
 
 REPLICAS: Final = "/admin/v1/replicas"
+REPLICA: Final = "/admin/v1/replicas/{replica}"
 PAGE_LEN: Final = 100
 PAGE_MAX: Final = 1000
-_TOLD: Final = (
-    Parameter("model", "Only those of this model's pool."),
-    Parameter("after", "Only those behind this id."),
-    Parameter("limit", "Entries at most.", {"type": "integer", "minimum": 1, "maximum": PAGE_MAX}),
-)
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicasQuery:
+    """A page of replicas."""
+
+    model: str | None = None
+    """Only those of this model's pool."""
+    after: str = ""
+    """Only those behind this id."""
+    limit: Annotated[int, Meta(ge=1, le=PAGE_MAX)] = PAGE_LEN
+    """Entries at most."""
 
 
 class ReplicaView(Struct, frozen=True):
@@ -69,10 +79,15 @@ class ReplicaPage(Struct, frozen=True):
     """True if there are more after the last one's id."""
 
 
-_OF_ONE: Final = {
-    **dict.fromkeys(("models", "drained_by"), Merge.FIRST),
-    **dict.fromkeys(("ejections", "requests", "waiting_tokens", "routes"), Merge.SUM),
-}
+_OfOne: Final = partial(
+    Operation,
+    errors=(NotFound,),
+    asks=Asks.EVERY,
+    merges={
+        **dict.fromkeys(("models", "drained_by"), Merge.FIRST),
+        **dict.fromkeys(("ejections", "requests", "waiting_tokens", "routes"), Merge.SUM),
+    },
+)
 
 
 class ReplicaRoutes:
@@ -81,49 +96,31 @@ class ReplicaRoutes:
     def __init__(self, replicas: Replicas) -> None:
         self._replicas: Final = replicas
 
-    @property
-    def table(self) -> Table:
-        """The handlers."""
-        one = f"{REPLICAS}/{{replica}}"
-        return {
-            REPLICAS: {"GET": self._list},
-            one: {"GET": self._show},
-            f"{one}/drain": {"POST": self._drain},
-            f"{one}/undrain": {"POST": self._undrain},
-        }
-
-    @does(
-        Operation(
-            "List replicas, by their ids.",
-            ReplicaPage,
-            _TOLD,
-            asks=Asks.EVERY,
-            merges={"data": Merge.JOIN, "has_more": Merge.ANY},
-        )
+    @Operation(
+        f"GET {REPLICAS}",
+        "List replicas, by their ids.",
+        ReplicaPage,
+        ReplicasQuery,
+        asks=Asks.EVERY,
+        merges={"data": Merge.JOIN, "has_more": Merge.ANY},
     )
     async def _list(self, asked: OperatorRequest) -> web.Response:
-        after, limit = asked.query.get("after", ""), asked.query.get("limit", PAGE_LEN)
-        members = self._replicas.members(asked.query.get("model"))
-        found = sorted((one for one in members if one.id > after), key=lambda one: one.id)
-        page = [self._view(replica) for replica in found[:limit]]
+        query: ReplicasQuery = asked.query
+        members = self._replicas.members(query.model)
+        found = sorted((one for one in members if one.id > query.after), key=lambda one: one.id)
+        page = [self._view(replica) for replica in found[: query.limit]]
         body = msgspec.json.encode(ReplicaPage(page, has_more=len(found) > len(page)))
         return json_response(HTTPStatus.OK, body, {})
 
-    @does(Operation("Show a replica.", ReplicaView, errors=(NotFound,), asks=Asks.EVERY, merges=_OF_ONE))
+    @_OfOne(f"GET {REPLICA}", "Show a replica.", ReplicaView)
     async def _show(self, asked: OperatorRequest) -> web.Response:
         return self._answer(self._find(asked))
 
-    @does(
-        Operation(
-            "Send it no new requests.", ReplicaView, errors=(NotFound,), asks=Asks.EVERY, merges=_OF_ONE
-        )
-    )
+    @_OfOne(f"POST {REPLICA}/drain", "Send it no new requests.", ReplicaView)
     async def _drain(self, asked: OperatorRequest) -> web.Response:
         return self._changed(asked, "drain", self._replicas.drain)
 
-    @does(
-        Operation("Send it requests again.", ReplicaView, errors=(NotFound,), asks=Asks.EVERY, merges=_OF_ONE)
-    )
+    @_OfOne(f"POST {REPLICA}/undrain", "Send it requests again.", ReplicaView)
     async def _undrain(self, asked: OperatorRequest) -> web.Response:
         return self._changed(asked, "undrain", self._replicas.undrain)
 

@@ -26,32 +26,31 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from http import HTTPStatus
-from typing import Any, Final
+from typing import Annotated, Final, Literal
 
 import msgspec
 from aiohttp import web
-from msgspec import Struct
+from msgspec import Meta
 
 from gateway.client.responses import json_response
 from gateway.operators import around
 from gateway.operators.elsewhere import NOBODY, Elsewhere
 from gateway.operators.operations import (
-    SILENT,
     Asks,
     Merge,
+    Moment,
     Operation,
     OperatorRequest,
-    Parameter,
-    Table,
-    does,
 )
 from gateway.operators.versions import Versions, etag_of, is_known, unchanged
 from gateway.request.exchange import Exchange, LiveRequests
 from gateway.request.recorder import KeptSince, Recorder, summary_of, ticks_of
 from gateway.routing.sessions import session_id
 from shared.process.clock import SYSTEM_CLOCK, Clock
+from shared.process.settings import Rule
 from shared.trace.axis import Axis, Bar, Visit
 from shared.trace.request_records import RequestPage, RequestRecord, RequestRecords, RequestSummary
 from shared.trace.request_text import record_text
@@ -71,56 +70,61 @@ AT_ONCE: Final = 100
 SAME_ID_MAX: Final = 16
 """Records of one id that are answered."""
 NAME_LEN_MAX: Final = 512
-_NUMBERS: Final = {"limit": LIMIT_MAX, "before": 2**53, "min_ms": 10**12}
-_TEXT: Final = {"type": "string", "minLength": 1, "maxLength": NAME_LEN_MAX}
-_STATUS: Final = {"type": "string", "pattern": "^([0-9]{3}|[1-5]xx)$"}
-_MOMENT: Final = {"type": "string", "format": "date-time"}
-PARAMETERS: Final = (
-    Parameter("state", "Without it both.", {"enum": ["live", "done"]}),
-    *(
-        Parameter(name, "Only of this one.", _TEXT)
-        for name in ("id", "trace_id", "tenant", "model", "endpoint", "error_code")
-    ),
-    Parameter("session", "Only of this one: its hash, or the name that the caller gives it.", _TEXT),
-    Parameter("end_reason", "Of completed requests alone.", {"enum": [*EndReason]}),
-    Parameter(
-        "status",
-        "One such as 429, or a class such as 5xx.",
-        {"type": "string", "pattern": "^([0-9]{3}|[1-5]xx)$"},
-        "one such as 429, or a class such as 5xx",
-    ),
-    *(
-        Parameter(name, told, {"type": "integer", "minimum": int(name == "limit"), "maximum": _NUMBERS[name]})
-        for name, told in (
-            ("min_ms", "Only what took so long, or has taken so long."),
-            ("limit", f"Rows at most; {LIMIT} without it."),
-            ("before", "Only completed requests before this number."),
-        )
-    ),
-    Parameter("since", "Only what was in progress at this moment, or later.", _MOMENT),
-    Parameter("until", "Only what began by this moment.", _MOMENT),
-)
+Name = Annotated[str, Meta(min_length=1, max_length=NAME_LEN_MAX)]
+End = Annotated[
+    str,
+    Meta(extra_json_schema={"enum": [*EndReason]}),
+    Rule(f"be one of {', '.join(EndReason)}", frozenset(EndReason).__contains__),
+]
+Status = Annotated[
+    str, Meta(pattern="^([0-9]{3}|[1-5]xx)$"), Rule("be one such as 429, or a class such as 5xx", bool)
+]
 
 
-class RequestsQuery(Struct, frozen=True, kw_only=True):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestsQuery:
     """An operator's question."""
 
-    live: bool = True
-    done: bool = True
-    id: str | None = None
-    trace_id: str | None = None
-    tenant: str | None = None
-    model: str | None = None
-    endpoint: str | None = None
-    error_code: str | None = None
-    session: str | None = None
-    status: str | None = None
-    end_reason: str | None = None
-    min_ms: int = 0
-    since: datetime | None = None
-    until: datetime | None = None
-    limit: int = LIMIT
-    before: int | None = None
+    state: Literal["live", "done"] | None = None
+    """Without it both."""
+    id: Name | None = None
+    """Only of this one."""
+    trace_id: Name | None = None
+    """Only of this one."""
+    tenant: Name | None = None
+    """Only of this one."""
+    model: Name | None = None
+    """Only of this one."""
+    endpoint: Name | None = None
+    """Only of this one."""
+    error_code: Name | None = None
+    """Only of this one."""
+    session: Name | None = None
+    """Only of this one: its hash, or the name that the caller gives it."""
+    end_reason: End | None = None
+    """Of completed requests alone."""
+    status: Status | None = None
+    """One such as 429, or a class such as 5xx."""
+    min_ms: Annotated[int, Meta(ge=0, le=10**12)] = 0
+    """Only what took so long, or has taken so long."""
+    limit: Annotated[int, Meta(ge=1, le=LIMIT_MAX)] = LIMIT
+    """Rows at most."""
+    before: Annotated[int, Meta(ge=0, le=2**53)] | None = None
+    """Only completed requests before this number."""
+    since: Moment | None = None
+    """Only what was in progress at this moment, or later."""
+    until: Moment | None = None
+    """Only what began by this moment."""
+
+    @property
+    def lives(self) -> bool:
+        """True if live requests are asked for."""
+        return self.state != "done" and self.before is None
+
+    @property
+    def is_over(self) -> bool:
+        """True if completed requests are asked for."""
+        return self.state != "live"
 
     def covers(self, one: RequestSummary) -> bool:
         """True if the request is asked for."""
@@ -145,13 +149,6 @@ class RequestsQuery(Struct, frozen=True, kw_only=True):
         return session is not None and (session == asked or session == session_id(tenant or "", asked))
 
 
-def parse(asked: Mapping[str, Any]) -> RequestsQuery:
-    """The question in the parameters of a query string."""
-    state = asked.get("state")
-    told = {name: value for name, value in asked.items() if name != "state"}
-    return msgspec.convert({**told, "live": state != "done", "done": state != "live"}, RequestsQuery)
-
-
 class RequestsApi:
     """The handlers."""
 
@@ -169,25 +166,19 @@ class RequestsApi:
         self._versions: Final = Versions()
         self._ahead_s = 0.0
 
-    @property
-    def table(self) -> Table:
-        """The handlers."""
-        return {REQUESTS: {"GET": self._list}, REQUEST: {"GET": self._show}}
-
-    @does(
-        Operation(
-            "List live and recent requests, the newest first.",
-            RequestPage,
-            PARAMETERS,
-            is_of_all=True,
-            is_watched=True,
-            asks=Asks.EVERY,
-            merges={"data": Merge.PAGE, "before": Merge.MOST, **SILENT},
-        )
+    @Operation(
+        f"GET {REQUESTS}",
+        "List live and recent requests, the newest first.",
+        RequestPage,
+        RequestsQuery,
+        is_of_all=True,
+        is_watched=True,
+        asks=Asks.EVERY,
+        merges={"data": Merge.PAGE, "before": Merge.MOST},
     )
     async def _list(self, asked: OperatorRequest) -> web.Response:
         """Raises InvalidRequest."""
-        query = parse(asked.query)
+        query: RequestsQuery = asked.query
         etag = self._etag(asked.request, query)
         if etag and is_known(asked.request, etag):
             return unchanged(etag_of(etag))
@@ -196,20 +187,18 @@ class RequestsApi:
 
     def _etag(self, request: web.BaseRequest, query: RequestsQuery) -> str | None:
         """The version of the page; None while it tells of what lives, which changes by itself."""
-        tells_of_live = query.live and query.before is None
-        if tells_of_live and len(self._live):
+        if query.lives and len(self._live):
             return None
-        return self._versions.of(request, self._recorder.number if query.done else 0)
+        return self._versions.of(request, self._recorder.number if query.is_over else 0)
 
-    @does(
-        Operation(
-            "Tell all of the requests of this id.",
-            RequestRecords,
-            errors=(NotFound,),
-            is_of_all=True,
-            asks=Asks.EVERY,
-            merges={"data": Merge.JOIN, **SILENT},
-        )
+    @Operation(
+        f"GET {REQUEST}",
+        "Tell all of the requests of this id.",
+        RequestRecords,
+        errors=(NotFound,),
+        is_of_all=True,
+        asks=Asks.EVERY,
+        merges={"data": Merge.JOIN},
     )
     async def _show(self, asked: OperatorRequest) -> web.Response:
         """Raises NotFound."""
@@ -244,7 +233,7 @@ class RequestsApi:
     def page(self, query: RequestsQuery, lives: Iterable[RequestSummary]) -> RequestPage:
         """The requests that are asked for, of those that live and those that are kept."""
         found = sorted(lives, key=lambda one: one.total_ms)[: query.limit]
-        if query.done:
+        if query.is_over:
             for one in self._recorder.newest_first(query.before):
                 if len(found) == query.limit:
                     last = found[-1]
@@ -256,7 +245,7 @@ class RequestsApi:
     async def _lives(self, query: RequestsQuery) -> list[RequestSummary]:
         """The live requests that are asked for. Others have their turn in between (rule 3)."""
         found: list[RequestSummary] = []
-        if not query.live or query.before is not None:
+        if not query.lives:
             return found
         for at, exchange in enumerate(list(self._live), 1):
             if query.covers(one := self._live_summary(exchange)):

@@ -20,6 +20,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Final
 
@@ -42,12 +43,11 @@ from gateway.operators.operations import (
     Merge,
     Operation,
     OperatorRequest,
-    Parameter,
     Table,
-    does,
     operation_of,
     pattern_of,
     query_of,
+    table_of,
 )
 from gateway.operators.peers import PROOF_HEADER, Peers
 from gateway.request.exchange import LiveRequests
@@ -99,6 +99,14 @@ class ReloadResponse(Struct):
     reloaded: bool = True
 
 
+@dataclass(frozen=True, slots=True)
+class AbortQuery:
+    """Whose requests are ended."""
+
+    tenant: str | None = None
+    """Only this tenant's."""
+
+
 class OperatorView(Struct):
     """The operator who asks, and what the console shows of the gateway itself."""
 
@@ -146,7 +154,7 @@ class Admin:
         accounts: AccountsReader,
         reload: Callable[[], Awaitable[list[str]]],
         live: LiveRequests,
-        tables: Iterable[Table],
+        apis: Iterable[object],
         clock: Clock = SYSTEM_CLOCK,
         *,
         names: Collection[str] = (),
@@ -154,8 +162,8 @@ class Admin:
         peers: Peers | None = None,
         shares_usage: bool = False,
     ) -> None:
-        """`reload` reads the configuration again, and returns what is wrong with it. `tables` have the
-        operators' requests that others answer. `names` are the listener's (`Gate`). `is_worker` is true if a
+        """`reload` reads the configuration again, and returns what is wrong with it. `apis` answer
+        operators' other requests. `names` are the listener's (`Gate`). `is_worker` is true if a
         supervisor alone can ask: it keeps the console's sessions then, and names the operator
         (`DIGEST_HEADER`). `peers` are the other gateways, where there may be any, and
         `shares_usage` is true if each of them knows the usage of all."""
@@ -170,24 +178,12 @@ class Admin:
         self._clock = clock
         self._open: Final[dict[str, Open]] = {**dict.fromkeys(PROBES, self._probe), "/metrics": _metrics}
         """The handlers of GET and HEAD, by path."""
-        merged: dict[str, dict[str, Handler]] = {}
-        for path, methods in (entry for table in (self.table, *tables) for entry in table.items()):
-            merged.setdefault(path, {}).update(methods)
-        self._operators: Final[Table] = merged
+        self._operators: Final[Table] = table_of((self, *apis))
         """The operators' handlers by method, by path."""
         self._document: bytes | None = None
         """Their description. None until it is asked for."""
         self._open[DOCUMENT] = self._describe
         self._patterns: Final = [(pattern_of(path), methods) for path, methods in self._operators.items()]
-
-    @property
-    def table(self) -> Table:
-        """Its own handlers of operators' requests."""
-        return {
-            RELOAD: {"POST": self._reload},
-            REQUEST: {"DELETE": self._abort},
-            OPERATOR: {"GET": self._who},
-        }
 
     async def handle(self, request: web.BaseRequest) -> web.Response:
         """Answer one request, whatever happens."""
@@ -210,7 +206,7 @@ class Admin:
                     allow = ", ".join(methods)
                     raise MethodNotAllowed(f"{path} takes {allow}.", allow=allow)
                 _check_query(request)
-                query = query_of(operation_of(answer).parameters, request.query)
+                query = query_of(operation_of(answer).query, request.query)
                 id_ = match[1] if match.groups() else ""
                 return await self._of_all(OperatorRequest(request, operator, id_, query), answer)
         raise RouteNotFound(f"There are {', '.join([*self._open, *self._operators])}.")
@@ -272,7 +268,7 @@ class Admin:
         """Raises Unauthenticated."""
         return self._accounts.now.operators.authenticate(f"Bearer {key}", self._clock.wall()).key
 
-    @does(Operation("Tell who asks.", OperatorView, asks=Asks.ONE))
+    @Operation(f"GET {OPERATOR}", "Tell who asks.", OperatorView, asks=Asks.ONE)
     async def _who(self, asked: OperatorRequest) -> web.Response:
         view = OperatorView(asked.operator.key, version())
         return json_response(HTTPStatus.OK, msgspec.json.encode(view), {})
@@ -280,7 +276,7 @@ class Admin:
     def _probe(self, request: web.BaseRequest) -> web.Response:
         return probe_response(self._health, request, tells_problems=True)
 
-    @does(Operation("Read the configuration again.", ReloadResponse, asks=Asks.EVERY))
+    @Operation(f"POST {RELOAD}", "Read the configuration again.", ReloadResponse, asks=Asks.EVERY)
     async def _reload(self, asked: OperatorRequest) -> web.Response:
         problems = await self._read_again()
         _audit(asked, {"action": "reload", "problems": len(problems)})
@@ -289,18 +285,17 @@ class Admin:
             raise InvalidRequest(f"The configuration was not taken:\n{told}")
         return json_response(HTTPStatus.OK, msgspec.json.encode(ReloadResponse()), {})
 
-    @does(
-        Operation(
-            "End the requests of this id, whoever sent them.",
-            AbortResponse,
-            (Parameter("tenant", "Only this tenant's."),),
-            is_of_all=True,
-            asks=Asks.EVERY,
-            merges={"aborted": Merge.SUM},
-        )
+    @Operation(
+        f"DELETE {REQUEST}",
+        "End the requests of this id, whoever sent them.",
+        AbortResponse,
+        AbortQuery,
+        is_of_all=True,
+        asks=Asks.EVERY,
+        merges={"aborted": Merge.SUM},
     )
     async def _abort(self, asked: OperatorRequest) -> web.Response:
-        request_id, tenant = RequestId(asked.id), asked.query.get("tenant")
+        request_id, tenant = RequestId(asked.id), asked.query.tenant
         by_its_own = tenant is not None and PROOF_HEADER in asked.request.headers
         ended = self._live.end(tenant, request_id, _cancelled if by_its_own else _aborted)
         if not by_its_own:  # who cancels its own is no operator

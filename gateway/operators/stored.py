@@ -13,7 +13,7 @@ from aiohttp import web
 from msgspec import Struct
 
 from gateway.client.responses import json_response
-from gateway.operators.operations import Asks, Operation, OperatorRequest, Table, does
+from gateway.operators.operations import Asks, Operation, OperatorRequest
 from gateway.stored.responses import ResponseStore
 from shared.process import logs
 from shared.wire.errors import NotFound, ResponsesUnavailable
@@ -36,18 +36,12 @@ class StoredApi:
         """`store` is None where none are kept."""
         self._store: Final = store
 
-    @property
-    def table(self) -> Table:
-        """The handlers."""
-        return {RESPONSES: {"DELETE": self._forget}}
-
-    @does(
-        Operation(
-            "Delete all responses that are kept for a tenant.",
-            ForgottenResponses,
-            errors=(NotFound, ResponsesUnavailable),
-            asks=Asks.ONE,
-        )
+    @Operation(
+        f"DELETE {RESPONSES}",
+        "Delete all responses that are kept for a tenant.",
+        ForgottenResponses,
+        errors=(NotFound, ResponsesUnavailable),
+        asks=Asks.ONE,
     )
     async def _forget(self, asked: OperatorRequest) -> web.Response:
         """Raises NotFound where none are kept, and ResponsesUnavailable."""

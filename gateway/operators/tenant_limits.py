@@ -13,17 +13,18 @@ Rules:
 from __future__ import annotations
 
 from collections import Counter
-from typing import Final
+from dataclasses import dataclass
+from typing import Annotated, Final
 
 import msgspec
 from aiohttp import web
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from gateway.admission.quota import QuotaStore, Scope, StoreUnavailable, Subject, Windows
 from gateway.config.quotas import NO_LIMITS, ModelLimits, QuotaLimits
 from gateway.config.whole import TenantConfig
 from gateway.directory.accounts import AccountsReader
-from gateway.operators.operations import Asks, Merge, Operation, OperatorRequest, Parameter, Table, does
+from gateway.operators.operations import Asks, Merge, Operation, OperatorRequest
 from gateway.operators.versions import Versions
 from gateway.request.exchange import LiveRequests
 from shared.wire.errors import QuotaUnavailable
@@ -33,16 +34,19 @@ LIMITS: Final = "/admin/v1/limits"
 LIMIT: Final = 100
 LIMIT_MAX: Final = 200
 NAME_LEN_MAX: Final = 512
-_NAME: Final = {"type": "string", "maxLength": NAME_LEN_MAX}
-PARAMETERS: Final = (
-    Parameter("after", "Tenants after this id.", _NAME),
-    Parameter(
-        "limit",
-        f"Tenants at most. {LIMIT} without it.",
-        {"type": "integer", "minimum": 1, "maximum": LIMIT_MAX},
-    ),
-    Parameter("tenant", "Only this one.", _NAME),
-)
+Name = Annotated[str, Meta(max_length=NAME_LEN_MAX)]
+
+
+@dataclass(frozen=True, slots=True)
+class LimitsQuery:
+    """A page of tenants."""
+
+    after: Name = ""
+    """Tenants after this id."""
+    limit: Annotated[int, Meta(ge=1, le=LIMIT_MAX)] = LIMIT
+    """Tenants at most."""
+    tenant: Name | None = None
+    """Only this one."""
 
 
 class TenantLimits(Struct, frozen=True, kw_only=True):
@@ -78,33 +82,23 @@ class LimitsApi:
         self._accounts: Final = accounts
         self._live: Final = live
 
-    @property
-    def table(self) -> Table:
-        """The handlers."""
-        return {LIMITS: {"GET": self._answer}}
-
-    @does(
-        Operation(
-            "Tell tenants' limits, and what of them is used.",
-            LimitsPage,
-            PARAMETERS,
-            errors=(QuotaUnavailable,),
-            asks=Asks.EVERY,
-            is_watched=True,
-            merges={"data": Merge.JOIN, "has_more": Merge.ANY},
-        )
+    @Operation(
+        f"GET {LIMITS}",
+        "Tell tenants' limits, and what of them is used.",
+        LimitsPage,
+        LimitsQuery,
+        errors=(QuotaUnavailable,),
+        asks=Asks.EVERY,
+        is_watched=True,
+        merges={"data": Merge.JOIN, "has_more": Merge.ANY},
     )
     async def _answer(self, asked: OperatorRequest) -> web.Response:
         """Raises InvalidRequest, and QuotaUnavailable when the store cannot be asked."""
-        after, limit = asked.query.get("after", ""), asked.query.get("limit", LIMIT)
-        tenant: str | None = asked.query.get("tenant")
-        found = sorted(
-            (one for one in self._accounts.now.tenants.all() if one.id > after), key=lambda one: one.id
-        )
-        if tenant is not None:
-            found = [one for one in found if one.id == tenant]
+        query: LimitsQuery = asked.query
+        tenants = (one for one in self._accounts.now.tenants.all() if one.id > query.after)
+        found = sorted((one for one in tenants if query.tenant in (None, one.id)), key=lambda one: one.id)
         live = Counter(one.principal.tenant for one in self._live if one.principal is not None)
-        shown = found[:limit]
+        shown = found[: query.limit]
         try:
             rows = [await self._row(tenant, live[TenantId(tenant.id)]) for tenant in shown]
         except StoreUnavailable as error:

@@ -15,29 +15,22 @@ Rules:
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass
 from datetime import UTC, date, datetime, timedelta
-from typing import Any, Final
+from typing import Annotated, Final, cast
 
 import msgspec
 from aiohttp import web
-from msgspec import Struct
+from msgspec import Meta
 
 from gateway.admission.quota import QuotaStore, StoreUnavailable
 from gateway.admission.usage import Totals, UsageRow
 from gateway.config.accounting import DAYS_MAX
 from gateway.directory.accounts import AccountsReader
-from gateway.operators.operations import (
-    SILENT,
-    Asks,
-    Merge,
-    Operation,
-    OperatorRequest,
-    Parameter,
-    Table,
-    does,
-)
+from gateway.operators.operations import Asks, Merge, Operation, OperatorRequest
 from gateway.operators.versions import Versions
 from shared.process.clock import SYSTEM_CLOCK, Clock
+from shared.process.settings import Rule
 from shared.wire.errors import InvalidRequest, QuotaUnavailable
 from shared.wire.ids import TenantId
 from shared.wire.usage_report import DIMENSIONS, Dimension, UsageEntry, UsageReport
@@ -46,27 +39,45 @@ USAGE: Final = "/admin/v1/usage"
 ROWS_MAX: Final = 50_000
 NAME_LEN_MAX: Final = 512
 _EPOCH: Final = date(1970, 1, 1)
-_NAME: Final = {"type": "string", "minLength": 1, "maxLength": NAME_LEN_MAX}
-_DAY: Final = {"type": "string", "format": "date", "maxLength": 10}
-_SOME: Final = f"some of {', '.join(DIMENSIONS)}, each once"
-_BY: Final = {"type": "string", "pattern": "^({0})(,({0}))*$".format("|".join(DIMENSIONS))}
-PARAMETERS: Final = (
-    Parameter("from", "The first day; the first of the month of the last one without it.", _DAY),
-    Parameter("to", "The last day; today without it.", _DAY),
-    Parameter("by", "What is summed, each once, with commas between.", _BY, _SOME),
-    *(Parameter(name, "Only what this one used.", _NAME) for name in ("tenant", "key", "model")),
-)
+Name = Annotated[str, Meta(min_length=1, max_length=NAME_LEN_MAX)]
+Day = Annotated[date, Rule("be a day like 2026-11-01", bool)]
+_SOME: Final = f"be some of {', '.join(DIMENSIONS)}, each once"
+By = Annotated[
+    str,
+    Meta(pattern="^({0})(,({0}))*$".format("|".join(DIMENSIONS))),
+    Rule(_SOME, lambda by: len(set(by.split(","))) == len(by.split(","))),
+]
 
 
-class UsageQuery(Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class UsageQuery:
     """An operator's question."""
 
-    first: date
-    last: date
-    by: tuple[Dimension, ...]
-    tenant: str | None
-    key: str | None
-    model: str | None
+    from_: Day | None = None
+    """The first day; the first of the month of the last one without it."""
+    to: Day | None = None
+    """The last day; today without it."""
+    by: By = "tenant"
+    """What is summed, each once, with commas between."""
+    tenant: Name | None = None
+    """Only what this one used."""
+    key: Name | None = None
+    """Only what this one used."""
+    model: Name | None = None
+    """Only what this one used."""
+
+    @property
+    def dimensions(self) -> tuple[Dimension, ...]:
+        """What is summed, in the order in which it is asked for."""
+        return tuple(cast(Dimension, name) for name in self.by.split(","))
+
+    def days(self, today: date) -> tuple[date, date]:
+        """The first day and the last. Raises InvalidRequest."""
+        last = self.to or today
+        first = self.from_ or last.replace(day=1)
+        if not timedelta(0) <= last - first < timedelta(days=DAYS_MAX):
+            raise InvalidRequest(f"from must be to, or at most {DAYS_MAX - 1} days before it.", param="from")
+        return first, last
 
     def covers(self, row: UsageRow) -> bool:
         """True if a row of the tenant and the days that are asked for is meant."""
@@ -91,39 +102,35 @@ class UsageReports:
         self._accounts: Final = accounts
         self._clock: Final = clock
 
-    @property
-    def table(self) -> Table:
-        """The handlers."""
-        return {USAGE: {"GET": self._answer}}
-
-    @does(
-        Operation(
-            "Sum up what callers used.",
-            UsageReport,
-            PARAMETERS,
-            is_of_all=True,
-            is_watched=True,
-            asks=Asks.UNSHARED,
-            merges={"by": Merge.FIRST, "since": Merge.MOST, "rows": Merge.ROWS, **SILENT},
-        )
+    @Operation(
+        f"GET {USAGE}",
+        "Sum up what callers used.",
+        UsageReport,
+        UsageQuery,
+        is_of_all=True,
+        is_watched=True,
+        asks=Asks.UNSHARED,
+        merges={"by": Merge.FIRST, "since": Merge.MOST, "rows": Merge.ROWS},
     )
     async def _answer(self, asked: OperatorRequest) -> web.Response:
         """Raises InvalidRequest, and QuotaUnavailable when the store cannot be asked."""
         today = datetime.fromtimestamp(self._clock.wall(), UTC).date()
-        query = parse(asked.query, today)
+        query: UsageQuery = asked.query
+        first, last = query.days(today)
         try:
-            groups = await self._sums(query)
+            groups = await self._sums(query, first, last)
         except StoreUnavailable as error:
             message = "The store of usage does not answer."
             raise QuotaUnavailable(message, retry_after_s=1.0, detail=str(error)) from None
-        rows = tuple(_entry(query.by, group, groups[group]) for group in sorted(groups))
-        report = UsageReport(first=query.first, last=query.last, by=query.by, rows=rows, since=self._since)
+        by = query.dimensions
+        rows = tuple(_entry(by, group, groups[group]) for group in sorted(groups))
+        report = UsageReport(first=first, last=last, by=by, rows=rows, since=self._since)
         return self._versions.told(asked.request, msgspec.json.encode(report))
 
-    async def _sums(self, query: UsageQuery) -> dict[tuple[str | int, ...], Totals]:
-        values: list[Callable[[UsageRow], str | int]] = [_VALUES[name] for name in query.by]
+    async def _sums(self, query: UsageQuery, first: date, last: date) -> dict[tuple[str | int, ...], Totals]:
+        values: list[Callable[[UsageRow], str | int]] = [_VALUES[name] for name in query.dimensions]
         groups: dict[tuple[str | int, ...], Totals] = {}
-        async for row in self._rows(query):
+        async for row in self._rows(query, (first - _EPOCH).days, (last - _EPOCH).days):
             group = tuple([value(row) for value in values])
             if (totals := groups.get(group)) is None:
                 if len(groups) >= ROWS_MAX:
@@ -134,8 +141,7 @@ class UsageReports:
             totals.add(row.totals)
         return groups
 
-    async def _rows(self, query: UsageQuery) -> AsyncIterator[UsageRow]:
-        first, last = (query.first - _EPOCH).days, (query.last - _EPOCH).days
+    async def _rows(self, query: UsageQuery, first: int, last: int) -> AsyncIterator[UsageRow]:
         if query.tenant is None:
             tenants = self._accounts.now.tenants.ids | await self._quotas.payers(first, last)
         else:
@@ -144,31 +150,6 @@ class UsageReports:
             async for row in self._quotas.usage(tenant, first, last):
                 if query.covers(row):
                     yield row
-
-
-def parse(parameters: Mapping[str, Any], today: date) -> UsageQuery:
-    """Raises InvalidRequest, which names the parameter."""
-    last = _day(parameters, "to", today)
-    first = _day(parameters, "from", last.replace(day=1))
-    if not timedelta(0) <= last - first < timedelta(days=DAYS_MAX):
-        raise InvalidRequest(f"from must be to, or at most {DAYS_MAX - 1} days before it.", param="from")
-    asked = parameters.get("by", "tenant").split(",")
-    by = tuple(name for name in DIMENSIONS if name in asked)
-    if len(by) != len(asked):
-        raise InvalidRequest(f"by must be {_SOME}.", param="by")
-    one = parameters.get
-    return UsageQuery(
-        first, last, tuple(sorted(by, key=asked.index)), one("tenant"), one("key"), one("model")
-    )
-
-
-def _day(parameters: Mapping[str, Any], name: str, otherwise: date) -> date:
-    if (text := parameters.get(name)) is None:
-        return otherwise
-    try:
-        return datetime.strptime(text, "%Y-%m-%d").replace(tzinfo=UTC).date()
-    except ValueError:
-        raise InvalidRequest(f"{name} must be a day like 2026-11-01.", param=name) from None
 
 
 _VALUES: Final[Mapping[Dimension, Callable[[UsageRow], str | int]]] = {

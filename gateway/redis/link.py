@@ -21,6 +21,7 @@ from __future__ import annotations
 import asyncio
 import math
 import re
+import ssl
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Final, NamedTuple, Protocol
@@ -160,6 +161,19 @@ class Wire(asyncio.Protocol):
         self.heard, self.lost = (lambda _: None), (lambda: None)
         if self._transport is not None:
             self._transport.abort()
+
+
+async def ask(server: Address, tls: ssl.SSLContext | None, *commands: Command) -> Any:
+    """The reply to the last of some commands, on a connection of their own. Raises OSError."""
+    wire = Wire()
+    name = server.host if tls is not None else None
+    try:
+        await asyncio.get_running_loop().create_connection(
+            lambda: wire, *server, ssl=tls, server_hostname=name
+        )
+        return await wire.ask(*commands)
+    finally:
+        wire.abort()
 
 
 class RedisLink:

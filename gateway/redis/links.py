@@ -1,8 +1,8 @@
 """The server that has a tenant's keys: a single one, the primary that Sentinels name, or a Cluster node.
 
-Sentinels are asked where the primary is whenever a connection is made. redis-py asks nodes which slots they
-have whenever the links are refreshed; its connections are closed after that. Passwords and certificates that
-are in files are those of the moment, for each connection: a renewed one takes no restart.
+Sentinels are asked where the primary is whenever a connection is made, and nodes which slots they have
+whenever the links are refreshed. Passwords and certificates that are in files are those of the moment, for
+each connection: a renewed one takes no restart.
 """
 
 from __future__ import annotations
@@ -14,15 +14,11 @@ from functools import lru_cache, partial
 from typing import Any, Final, Protocol
 from urllib.parse import quote
 
-from redis.asyncio import Redis
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
 from redis.crc import key_slot
-from redis.exceptions import RedisError
 
 from gateway.config.redis import RedisConfig, redis_database, redis_hosts
 from gateway.config.secret import RenewableSecret
-from gateway.redis.link import Address, Command, RedisLink, RedisUnavailable, SlotMoved
+from gateway.redis.link import Address, Command, RedisLink, RedisUnavailable, SlotMoved, ask
 from gateway.redis.sentinels import Sentinels
 from shared.process.renewable_tls import RenewableTls
 from shared.process.setting_values import ConfigError
@@ -248,13 +244,7 @@ class _Servers:
         }
         self._password: Final = password
         self._hosts: Final = tuple(Address(*host) for host in redis_hosts(config.url))
-        self._asking: Final[dict[str, Any]] = {
-            "socket_timeout": CONNECT_S,
-            "socket_connect_timeout": CONNECT_S,
-            "retry": Retry(NoBackoff(), 0),
-            **({} if tls is None else _tls_options(config)),
-        }
-        """Options of redis-py's clients."""
+        self._tls: Final = tls
         self.sentinels: Sentinels | None = None
         """None where the servers are asked by the addresses in the URL."""
         if config.sentinel is not None:
@@ -281,27 +271,20 @@ class _Servers:
     async def slots(self, known: Iterable[Address]) -> list[tuple[int, int, Address]]:
         """The ranges of slots and the nodes that have them, as the first node says that tells. Raises
         RedisUnavailable when none does."""
-        problem = ""
-        own: dict[str, Any] = {"username": self.config.username, "password": await self._password.now()}
-        for host, port in dict.fromkeys((*known, *self._hosts)):
-            client = Redis(host=host, port=port, **own, **self._asking)
-            client.set_response_callback("CLUSTER SLOTS", _as_it_came)
+        problem, tls = "", None
+        if self._tls is not None:
+            await self._tls.look()
+            tls = self._tls.context
+        questions = *await self.greeting(), ("CLUSTER", "SLOTS")
+        for server in dict.fromkeys((*known, *self._hosts)):
             try:
                 async with asyncio.timeout(CONNECT_S):
-                    told = await client.cluster("SLOTS")
+                    told = await ask(server, tls, *questions)
                 if told:
-                    return [(first, last, _address(owner, host)) for first, last, owner, *_ in told]
-            except (RedisError, OSError, TimeoutError) as error:
+                    return [(first, last, _address(owner, server.host)) for first, last, owner, *_ in told]
+            except (OSError, TimeoutError) as error:
                 problem = f"{type(error).__name__}: {error}"
-            finally:
-                with contextlib.suppress(RedisError, OSError):
-                    await client.aclose()
         raise RedisUnavailable(f"no node tells the Cluster's slots: {problem}"[:200])
-
-
-def _tls_options(config: RedisConfig) -> dict[str, Any]:
-    own = {"ssl_certfile": config.cert, "ssl_keyfile": config.key}
-    return {"ssl": True, "ssl_ca_certs": config.ca, **own}
 
 
 def _greeting(config: RedisConfig, password: str | None) -> list[Command]:
@@ -312,11 +295,6 @@ def _greeting(config: RedisConfig, password: str | None) -> list[Command]:
     if database := redis_database(config.url):
         commands.append(("SELECT", database))
     return [*commands, ("CLIENT", "SETNAME", CLIENT_NAME)]
-
-
-def _as_it_came(response: Any, **_: Any) -> Any:
-    """A reply: redis-py's own form of it depends on its version."""
-    return response
 
 
 def _address(node: list[Any], asked: str) -> Address:

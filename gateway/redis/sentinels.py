@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from gateway.config.secret import RenewableSecret
-from gateway.redis.link import Address, Command, RedisUnavailable, Wire
+from gateway.redis.link import Address, Command, RedisUnavailable, ask
 
 _DOWN: Final = (b"s_down", b"o_down")
 """Flags of a primary that is down as one Sentinel sees it, or as they agree."""
@@ -57,19 +57,12 @@ class Sentinels:
 
     async def _told_by(self, sentinel: Address, questions: Sequence[Command]) -> Address | str:
         """The primary's address, or why this Sentinel does not tell it."""
-        host, port = sentinel
-        wire = Wire()
-        name = host if self._tls is not None else None
+        name = f"{sentinel.host}:{sentinel.port}"
         try:
-            await asyncio.get_running_loop().create_connection(
-                lambda: wire, host, port, ssl=self._tls, server_hostname=name
-            )
-            told = await wire.ask(*questions)
-            return self._found(told) or f"{host}:{port} knows none that is well"
+            found = self._found(await ask(sentinel, self._tls, *questions))
+            return found or f"{name} knows none that is well"
         except (OSError, ValueError, LookupError, TypeError) as error:  # the others may know better
-            return f"{host}:{port}: {type(error).__name__} {error}"
-        finally:
-            wire.abort()
+            return f"{name}: {type(error).__name__} {error}"
 
     def _found(self, told: Sequence[Sequence[Any]]) -> Address | None:
         """The primary among all that a Sentinel watches over. Each is a list of names and values in turn."""

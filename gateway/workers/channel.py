@@ -17,10 +17,10 @@ input, since a command line is bounded and everybody can read it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from http import HTTPStatus
-from typing import BinaryIO, Final, Protocol, TypeVar
+from typing import BinaryIO, Final, TypeVar
 
 import aiohttp
 import msgspec
@@ -31,7 +31,9 @@ from gateway.client.connection import path_of
 from gateway.client.responses import json_response
 from gateway.operators.asking import read_answer
 from gateway.operators.together import OperatorAnswer
+from gateway.routing.replicas import Replicas
 from gateway.workers import metrics
+from shared.process import logs
 from shared.process.listening import CLOSE_GRACE_S, http1_options
 from shared.process.probes import Health
 from shared.process.setting_values import FILE_LEN_MAX
@@ -51,6 +53,8 @@ ANSWER_LEN_MAX: Final = 64 * 1024 * 1024
 """Bytes of an answer that the supervisor reads."""
 IDLE_S: Final = 3600.0
 """The time for which the supervisor's connection is kept while nothing is asked, in seconds."""
+
+log = logs.get(__name__)
 
 
 class WorkerStart(Struct, frozen=True):
@@ -101,23 +105,21 @@ class WorkerSilent(Exception):
     """A worker did not answer in time, or broke off."""
 
 
+async def heard(asked: Awaitable[T], **worker: int) -> T | None:
+    """What a worker answers; None where it does not, which is logged."""
+    try:
+        return await asked
+    except WorkerSilent as error:
+        log.warning("worker.silent", **worker, reason=str(error))
+        return None
+
+
 def read_start(stdin: BinaryIO) -> WorkerStart:
     """Read what the supervisor has written to a worker's standard input. Raises msgspec.DecodeError."""
     return msgspec.json.decode(stdin.read(2 * FILE_LEN_MAX), type=WorkerStart)
 
 
 # -- the worker's end -----------------------------------------------------------------------------
-
-
-class Drains(Protocol):
-    """The replicas as the supervisor sees them."""
-
-    @property
-    def drained(self) -> Sequence[str]:
-        """The ids of those that operators drain."""
-
-    def take_drained(self, ids: Collection[str]) -> None:
-        """Drain these and no others for operators."""
 
 
 class Door:
@@ -128,7 +130,7 @@ class Door:
         health: Health,
         live: Callable[[], int],
         refresh: Callable[[], Awaitable[None]],
-        replicas: Drains,
+        replicas: Replicas,
         end: Callable[[TenantId, RequestId], int],
         admin: Answer,
     ) -> None:
@@ -214,7 +216,10 @@ class WorkerClient:
     async def end(self, endings: Sequence[Ending]) -> Sequence[int]:
         """End requests. Returns how many it had for each."""
         body = msgspec.json.encode(endings)
-        return await self._told("POST", ENDED, lambda told: msgspec.json.decode(told, type=list[int]), body)
+        counts = await self._told("POST", ENDED, lambda told: msgspec.json.decode(told, type=list[int]), body)
+        if len(counts) != len(endings):
+            raise WorkerSilent("its answer is not of what it was asked for")
+        return counts
 
     async def _tell(self, path: str, body: bytes) -> None:
         answer = await self.ask("POST", path, {}, body)

@@ -18,7 +18,6 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from contextlib import suppress
 from functools import cache, partial
 from http import HTTPStatus
 from re import Pattern
@@ -36,7 +35,7 @@ from gateway.operators.gate import Gate
 from gateway.operators.key_uses import KeyUsesApi
 from gateway.operators.keys import DirectoryRoutes, read_operator_body
 from gateway.operators.openapi import PATH as DOCUMENT
-from gateway.operators.operations import Asks, Operation, Table, operation_of, pattern_of
+from gateway.operators.operations import Asks, Operation, operation_of, pattern_of, table_of
 from gateway.operators.overview import OverviewApi
 from gateway.operators.peers import PROOF_HEADER
 from gateway.operators.replicas import REPLICAS, ReplicaRoutes
@@ -56,11 +55,10 @@ from gateway.operators.tenant_limits import LimitsApi
 from gateway.operators.together import OperatorAnswer, PartOf, limit_of, together
 from gateway.operators.usage import UsageReports
 from gateway.operators.versions import KNOWN
-from gateway.workers.channel import WorkerSilent
+from gateway.workers.channel import heard
 from gateway.workers.metrics import registry_of
 from gateway.workers.place import Place
 from gateway.workers.supervisor import Supervisor
-from shared.process import logs
 from shared.process.clock import SYSTEM_CLOCK, Clock
 from shared.process.listening import SERVER
 from shared.process.probes import PROBES
@@ -96,8 +94,6 @@ HANDLERS: Final = (
 )  # fmt: skip
 """Those whose tables a worker has."""
 
-log = logs.get(__name__)
-
 
 class Front:
     """The handlers."""
@@ -120,7 +116,7 @@ class Front:
         self._gate: Final = Gate(self._operator_of, names, clock)
         self._asking = 0
         """The number of operators' requests that are passed on."""
-        self._counting: asyncio.Future[list[bool]] | None = None
+        self._counting: asyncio.Future[list[bool | None]] | None = None
         """The look at all workers' metrics that was begun last."""
 
     async def handle(self, request: web.BaseRequest) -> web.Response:
@@ -182,7 +178,8 @@ class Front:
         if request.method not in ("GET", "HEAD"):
             raise MethodNotAllowed("/metrics takes GET.", allow="GET, HEAD")
         if self._counting is None or self._counting.done():
-            self._counting = asyncio.gather(*map(_counted, self._supervisor.places))
+            counts = (heard(one.count(), worker=one.index) for one in self._supervisor.places)
+            self._counting = asyncio.gather(*counts)
         counted = await asyncio.shield(self._counting)  # scrapes at one time share a look
         silent = ",".join(
             str(place.index) for place, ok in zip(self._supervisor.places, counted, strict=True) if not ok
@@ -227,7 +224,7 @@ class Front:
         if answer is None:
             raise NotReady(f"Worker {places[0].index} did not answer: look whether the change was made.")
         others = [place for place in self._supervisor.places if place is not places[0]]
-        refreshed = await asyncio.gather(*map(_refreshed, others))
+        refreshed = await asyncio.gather(*(heard(one.refresh(), worker=one.index) for one in others))
         silent = [place.index for place, ok in zip(others, refreshed, strict=True) if not ok]
         return together({places[0].index: answer}, silent, {})
 
@@ -256,7 +253,7 @@ class Front:
         method, target, *_ = asked
         if method == "GET" or not target.startswith(f"{REPLICAS}/"):
             return set()
-        await asyncio.gather(*map(_looked, self._supervisor.places))
+        await asyncio.gather(*(heard(one.look(), worker=one.index) for one in self._supervisor.places))
         return {place.index for place in self._supervisor.places if place.client} - {*known}
 
 
@@ -270,34 +267,8 @@ async def _asked(place: Place, asked: _Asked, anew: bool = False) -> OperatorAns
     if client is None:
         return None
     method, target, headers, body = asked
-    try:
-        return await client.ask(method, target, without_known(headers) if anew else headers, body)
-    except WorkerSilent as error:
-        log.warning("worker.silent", worker=place.index, reason=str(error))
-        return None
-
-
-async def _refreshed(place: Place) -> bool:
-    """True if its worker knows of what was changed before."""
-    try:
-        return await place.refresh()
-    except WorkerSilent as error:
-        log.warning("worker.silent", worker=place.index, reason=str(error))
-        return False
-
-
-async def _looked(place: Place) -> None:
-    with suppress(WorkerSilent):  # its next heartbeat tells
-        await place.look()
-
-
-async def _counted(place: Place) -> bool:
-    try:
-        await place.count()
-        return True
-    except WorkerSilent as error:
-        log.warning("worker.silent", worker=place.index, reason=str(error))
-        return False
+    known = without_known(headers) if anew else headers
+    return await heard(client.ask(method, target, known, body), worker=place.index)
 
 
 def _nobody() -> ApiError:
@@ -324,13 +295,10 @@ def operation_at(method: str, path: str) -> Operation | None:
 
 @cache
 def operations() -> Sequence[tuple[Pattern[str], Mapping[str, Operation]]]:
-    """All, by the patterns of their paths and by their methods. A table only names methods of its class, and
-    so is read of the class."""
-    tables: list[Table] = [vars(kind)["table"].fget(kind) for kind in HANDLERS]
+    """All, by the patterns of their paths and by their methods."""
     return [
         (pattern_of(path), {method: operation_of(handler) for method, handler in methods.items()})
-        for table in tables
-        for path, methods in table.items()
+        for path, methods in table_of(HANDLERS).items()
     ]
 
 

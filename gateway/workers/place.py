@@ -40,6 +40,7 @@ from shared.process import logs
 from shared.process.clock import SYSTEM_CLOCK, Clock
 from shared.process.exit_codes import ExitCode
 from shared.process.metrics import Counter
+from shared.process.waits import first_of
 
 BEAT_S: Final = 1.0
 """The time between two heartbeats, in seconds."""
@@ -216,7 +217,8 @@ class Place:
                 reason = await self._one()
                 if not self._stopping.is_set():
                     self._to(PlacePhase.PAUSED)
-                    await self._pause(self._death(reason, self._clock.monotonic() - began_s))
+                    again_s = self._death(reason, self._clock.monotonic() - began_s)
+                    await first_of(self._clock.sleep(again_s), self._stopping.wait())
         finally:
             self._to(PlacePhase.ENDED)
 
@@ -225,12 +227,13 @@ class Place:
         if (client := self.client) is not None:
             self.drained = (await client.status()).drained
 
-    async def count(self) -> None:
-        """Ask its worker for its metrics. Raises WorkerSilent."""
+    async def count(self) -> bool:
+        """Ask its worker for its metrics, if there is one. Returns True. Raises WorkerSilent."""
         if (client := self.client) is not None:
             counted = await client.metrics()
             if client is self.client:  # else they were taken over at its death already
                 self.metrics = counted
+        return True
 
     # -- one worker -------------------------------------------------------------------------------
 
@@ -311,16 +314,6 @@ class Place:
         if again_s is None:
             raise GaveUp("workers die again and again: the log has their ends", ExitCode.CRASH_LOOP)
         return again_s
-
-    async def _pause(self, seconds: float) -> None:
-        """Wait so long, or until `stop`."""
-        pausing = asyncio.ensure_future(self._clock.sleep(seconds))
-        stopping = asyncio.create_task(self._stopping.wait())
-        try:
-            await asyncio.wait({pausing, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in (pausing, stopping):
-                task.cancel()
 
     def _to(self, phase: PlacePhase) -> None:
         assert phase in _MOVES[self.phase], f"{self.phase} -> {phase}"

@@ -18,14 +18,11 @@ from msgspec import Struct, field
 
 from gateway.operators.server import DIGEST_HEADER
 from gateway.operators.together import OperatorAnswer
-from gateway.workers.channel import Ending, WorkerClient, WorkerSilent
-from shared.process import logs
+from gateway.workers.channel import Ending, WorkerClient, WorkerSilent, heard
 from shared.wire.ids import RequestId, TenantId
 
 ROUND_MAX: Final = 256
 """The most wishes of one round."""
-
-log = logs.get(__name__)
 
 
 class _Asked(Struct, eq=False):
@@ -59,7 +56,7 @@ class Siblings:
         with suppress(OSError):
             await self._look()
         headers = {DIGEST_HEADER: digest.hex()}
-        asks = (_told(client, target, headers, within_s) for client in self._clients.values())
+        asks = (heard(_told(client, target, headers, within_s)) for client in self._clients.values())
         return [answer for answer in await asyncio.gather(*asks) if answer is not None]
 
     async def aclose(self) -> None:
@@ -84,8 +81,9 @@ class Siblings:
         """The number of requests that were ended for each."""
         with suppress(OSError):  # then it asks those that it knows
             await self._look()
-        told = await asyncio.gather(*(_ended(client, endings) for client in self._clients.values()))
-        return [sum(counts) for counts in zip([0] * len(endings), *told, strict=True)]
+        none = [0] * len(endings)
+        told = await asyncio.gather(*(heard(client.end(endings)) for client in self._clients.values()))
+        return [sum(counts) for counts in zip(none, *(one or none for one in told), strict=True)]
 
     async def _look(self) -> None:
         """See which workers there are."""
@@ -98,20 +96,10 @@ class Siblings:
 
 async def _told(
     client: WorkerClient, target: str, headers: Mapping[str, str], within_s: float
-) -> OperatorAnswer | None:
+) -> OperatorAnswer:
+    """Raises WorkerSilent."""
     try:
         async with asyncio.timeout(within_s):
             return await client.ask("GET", target, headers, b"")
-    except (TimeoutError, WorkerSilent) as error:
-        log.warning("worker.silent", reason=str(error) or "it did not answer in time")
-        return None
-
-
-async def _ended(client: WorkerClient, endings: Sequence[Ending]) -> Sequence[int]:
-    try:
-        if len(counts := await client.end(endings)) == len(endings):
-            return counts
-        raise WorkerSilent("its answer is not of what it was asked for")
-    except WorkerSilent as error:
-        log.warning("worker.silent", reason=str(error))
-        return [0] * len(endings)
+    except TimeoutError:
+        raise WorkerSilent("it did not answer in time") from None

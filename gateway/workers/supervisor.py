@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from typing import Final
 
 from gateway.workers import metrics
@@ -30,6 +30,7 @@ from shared.process.exit_codes import ExitCode
 from shared.process.lifecycle import Lifecycle, Phase
 from shared.process.listening import bound_socket
 from shared.process.probes import Health
+from shared.process.waits import first_of
 
 PLACES: Final = "penstock_gateway_workers"
 PLACES_HELP: Final = "Places of workers, by their phase."
@@ -73,15 +74,10 @@ class Supervisor:
     async def start(self, stop: asyncio.Event) -> None:
         """Start the workers, and wait until all have served, or `stop` is set. Raises GaveUp."""
         self._keeping = [asyncio.create_task(place.keep()) for place in self.places]
-        first, all_ = asyncio.create_task(self._first()), asyncio.create_task(self._all())
-        try:
-            await self._until(stop, first)
-            if first.done():
-                self.lifecycle.to(Phase.READY)
-            await self._until(stop, all_)
-        finally:
-            first.cancel()
-            all_.cancel()
+        await self._until(stop, first_of(*(place.has_served.wait() for place in self.places)))
+        if any(place.has_served.is_set() for place in self.places):
+            self.lifecycle.to(Phase.READY)
+        await self._until(stop, asyncio.gather(*(place.has_served.wait() for place in self.places)))
 
     async def run(self, stop: asyncio.Event) -> None:
         """Keep the workers until `stop` is set. Raises GaveUp."""
@@ -150,38 +146,15 @@ class Supervisor:
         for place in self.places:
             place.stop()
 
-    async def _first(self) -> None:
-        """Wait until a worker serves."""
-        waiting = [asyncio.create_task(place.has_served.wait()) for place in self.places]
-        try:
-            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in waiting:
-                task.cancel()
-
-    async def _all(self) -> None:
-        """Wait until every place has had a worker that served."""
-        for place in self.places:
-            await place.has_served.wait()
-
-    async def _until(self, stop: asyncio.Event, done: asyncio.Task[None] | None = None) -> None:
+    async def _until(self, stop: asyncio.Event, *done: Awaitable[object]) -> None:
         """Wait for `stop`, or for `done`. Raises GaveUp."""
-        stopping = asyncio.create_task(stop.wait())
-        waited = {stopping} if done is None else {stopping, done}
-        try:
-            finished, _ = await asyncio.wait({*waited, *self._keeping}, return_when=asyncio.FIRST_COMPLETED)
-            for task in finished & {*self._keeping}:
+        ends = asyncio.wait(self._keeping, return_when=asyncio.FIRST_COMPLETED)
+        await first_of(stop.wait(), ends, *done)
+        for task in self._keeping:
+            if task.done():
                 task.result()
-        finally:
-            stopping.cancel()
 
     async def _ended(self, within_s: float, hurry: asyncio.Event) -> bool:
         """Wait for the end of all workers, for so long and until `hurry`. Returns whether they have ended."""
-        hurrying = asyncio.create_task(hurry.wait())
-        ending = asyncio.create_task(asyncio.wait(self._keeping))
-        try:
-            await asyncio.wait({ending, hurrying}, timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
-            return ending.done()
-        finally:
-            hurrying.cancel()
-            ending.cancel()
+        await first_of(asyncio.wait(self._keeping), hurry.wait(), within_s=within_s)
+        return all(task.done() for task in self._keeping)

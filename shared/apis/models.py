@@ -98,59 +98,6 @@ class ModelList(Struct, kw_only=True):
 # -- Anthropic's ----------------------------------------------------------------------------------
 
 
-class Support(Struct, frozen=True):
-    supported: bool
-
-
-class ThinkingTypes(Struct):
-    """The types of `thinking` that a request may have."""
-
-    adaptive: Support
-    between_tools: Support
-    disabled: Support
-    enabled: Support
-
-
-class ThinkingSupport(Struct):
-    supported: bool
-    types: ThinkingTypes
-
-
-class EffortSupport(Struct):
-    supported: bool
-    low: Support
-    medium: Support
-    high: Support
-    xhigh: Support
-    max: Support
-
-
-class ContextSupport(Struct):
-    supported: bool
-    clear_thinking_20251015: Support
-    clear_tool_uses_20250919: Support
-    compact_20260112: Support
-
-
-class ServerToolsSupport(Struct):
-    supported: bool
-    code_execution: Support
-    web_search: Support
-
-
-class ModelCapabilities(Struct, kw_only=True):
-    batch: Support
-    citations: Support
-    code_execution: Support
-    context_management: ContextSupport
-    effort: EffortSupport
-    image_input: Support
-    pdf_input: Support
-    server_tools: ServerToolsSupport
-    structured_outputs: Support
-    thinking: ThinkingSupport
-
-
 class ModelInfo(Struct, tag_field="type", tag="model", kw_only=True):
     """A model, as Anthropic describes one."""
 
@@ -160,7 +107,8 @@ class ModelInfo(Struct, tag_field="type", tag="model", kw_only=True):
     """RFC 3339."""
     max_input_tokens: int | None
     max_tokens: int | None
-    capabilities: ModelCapabilities | None
+    capabilities: dict[str, object] | None
+    """The abilities of the model, each with `supported`. None where they are not known."""
     lifecycle: Literal["active"] = "active"
     deprecated_at: None = None
     retires_at: None = None
@@ -181,20 +129,23 @@ class ModelInfo(Struct, tag_field="type", tag="model", kw_only=True):
         )
 
 
-def _abilities(told: Capabilities) -> ModelCapabilities:
-    no, thinks, effort = Support(False), Support(told.reasoning), Support(told.effort)
-    return ModelCapabilities(
-        batch=no,
-        citations=no,
-        code_execution=no,
-        context_management=ContextSupport(False, no, no, no),
-        effort=EffortSupport(told.effort, effort, effort, effort, effort, effort),
-        image_input=no,
-        pdf_input=no,
-        server_tools=ServerToolsSupport(False, no, no),
-        structured_outputs=Support(told.structured_output),
-        thinking=ThinkingSupport(told.reasoning, ThinkingTypes(thinks, no, Support(True), thinks)),
-    )
+def _abilities(told: Capabilities) -> dict[str, object]:
+    no, thinks = _support(False), _support(told.reasoning)
+    edits = "clear_thinking_20251015", "clear_tool_uses_20250919", "compact_20260112"
+    thinking = {"adaptive": thinks, "between_tools": no, "disabled": _support(True), "enabled": thinks}
+    efforts = dict.fromkeys(("low", "medium", "high", "xhigh", "max"), _support(told.effort))
+    return {
+        **dict.fromkeys(("batch", "citations", "code_execution", "image_input", "pdf_input"), no),
+        "context_management": no | dict.fromkeys(edits, no),
+        "effort": _support(told.effort) | efforts,
+        "server_tools": no | dict.fromkeys(("code_execution", "web_search"), no),
+        "structured_outputs": _support(told.structured_output),
+        "thinking": thinks | {"types": thinking},
+    }
+
+
+def _support(is_supported: bool) -> dict[str, object]:
+    return {"supported": is_supported}
 
 
 class ModelInfoList(Struct, kw_only=True):

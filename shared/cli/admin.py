@@ -36,6 +36,17 @@ class Unreached(AdminFailed):
     """The gateway could not be reached."""
 
 
+def url_problem(url: str, like: str) -> str | None:
+    """The problem of a URL, for `checked`; `like` is one as it must be. None where there is none."""
+    try:
+        parsed = httpx.URL(url)
+        if parsed.scheme in ("http", "https") and parsed.host:
+            return None
+    except (httpx.InvalidURL, ValueError):
+        pass
+    return f"must be a URL like {like}"
+
+
 def add_option(parser: argparse.ArgumentParser) -> None:
     """Add `--admin-url`, which `ask` is given."""
     parser.add_argument(

@@ -11,6 +11,7 @@ import os
 import ssl
 import sys
 from collections.abc import Generator, Iterator
+from functools import partial
 from typing import Final
 
 import httpx
@@ -18,6 +19,7 @@ import msgspec
 
 from shared.apis.models import ModelList
 from shared.cli import terminal
+from shared.cli.admin import url_problem
 from shared.cli.running import KEY_VARIABLE, read_running
 from shared.cli.terminal import UnusableInput, harmless
 from shared.process import tls
@@ -64,7 +66,7 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
     )
     parser.add_argument(
         "--url",
-        type=checked(url_problem),
+        type=checked(base_url_problem),
         help=f"base URL of an OpenAI-compatible server (default: of penstock up, or {DEFAULT_URL})",
     )
     parser.add_argument(
@@ -89,14 +91,7 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
     parser.set_defaults(run=run)
 
 
-def url_problem(url: str) -> str | None:
-    """Why this is no base URL; None when it is one."""
-    try:
-        parsed = httpx.URL(url)
-    except (httpx.InvalidURL, ValueError):
-        return "must be a URL like http://host:8000/v1"
-    fits = parsed.scheme in ("http", "https") and parsed.host
-    return None if fits else "must be a URL like http://host:8000/v1"
+base_url_problem: Final = partial(url_problem, like="http://host:8000/v1")
 
 
 def key_problem(key: str) -> str | None:

@@ -8,6 +8,7 @@ import argparse
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -16,10 +17,11 @@ import msgspec
 from msgspec import Struct
 
 from shared.cli import terminal
-from shared.cli.admin import DEFAULT_URL, KEY_VARIABLE
+from shared.cli.admin import DEFAULT_URL, KEY_VARIABLE, url_problem
 from shared.cli.running import read_running
 from shared.cli.service import missing_extra, reach
 from shared.process.arguments import Parser, checked
+from shared.wire.envelope import ErrorEnvelope
 from shared.wire.ids import is_id
 from shared.wire.undecodable import UNDECODABLE
 
@@ -74,23 +76,11 @@ def target() -> Parser:
     either.add_argument(
         "--admin-url",
         metavar="URL",
-        type=checked(_url_problem),
+        type=checked(partial(url_problem, like=DEFAULT_URL)),
         help=f"a running gateway's admin listener; the operator's key is in ${KEY_VARIABLE}",
     )
     where.add_argument("--json", action="store_true", help="answer in JSON, an entry per line")
     return where
-
-
-def _url_problem(url: str) -> str | None:
-    try:
-        parsed = httpx.URL(url)
-    except (httpx.InvalidURL, ValueError):
-        return "must be a URL like http://127.0.0.1:9090"
-    return (
-        None
-        if parsed.scheme in ("http", "https") and parsed.host
-        else "must be a URL like http://127.0.0.1:9090"
-    )
 
 
 # -- options of several commands ------------------------------------------------------------------
@@ -217,17 +207,9 @@ class _Remote:
         return KeeperAnswer(answer.content, answer.headers.get("etag", "").strip('"') or None)
 
 
-class _Error(Struct):
-    message: str
-
-
-class _Refused(Struct):
-    error: _Error
-
-
 def _told(answer: httpx.Response) -> str:
     try:
-        return msgspec.json.decode(answer.content, type=_Refused).error.message
+        return msgspec.json.decode(answer.content, type=ErrorEnvelope).error.message
     except UNDECODABLE:
         return f"{answer.url} answered {answer.status_code}: is it a gateway's admin listener?"
 

@@ -36,7 +36,7 @@ import httpx
 import msgspec
 
 from shared.cli import terminal
-from shared.cli.chat import DEFAULT_URL, ChatFailed, key_problem, server_of, url_problem
+from shared.cli.chat import DEFAULT_URL, ChatFailed, base_url_problem, key_problem, server_of
 from shared.cli.running import KEY_VARIABLE
 from shared.process.arguments import checked
 
@@ -435,7 +435,7 @@ def add_parser(names: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--url", type=checked(url_problem), help=f"base URL (default: of penstock up, or {DEFAULT_URL})")
+    add("--url", type=checked(base_url_problem), help=f"base URL (default: of penstock up, or {DEFAULT_URL})")
     add("--model", metavar="NAME", type=checked(terminal.text_problem), help="default: the first it lists")
     key = checked(key_problem, is_secret=True)
     add(

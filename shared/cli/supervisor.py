@@ -31,6 +31,7 @@ from shared.process import tls
 from shared.process.child_python import environment
 from shared.process.clock import SYSTEM_CLOCK, Clock
 from shared.process.lifecycle import die_with_parent
+from shared.process.waits import first_of
 
 READY_POLL_S: Final = 0.05
 LIVE_POLL_S: Final = 2.0
@@ -110,18 +111,12 @@ class RunningService:
 
     async def failed(self) -> ServiceDied:
         """Wait until the service has ended on its own, or `/livez` says that it has failed."""
-        exited = asyncio.create_task(self._process.wait())
-        try:
-            async with _probe_client(self.spec) as client:
-                while not exited.done():
-                    pause = asyncio.ensure_future(self._clock.sleep(LIVE_POLL_S))
-                    await asyncio.wait({exited, pause}, return_when=asyncio.FIRST_COMPLETED)
-                    pause.cancel()
-                    keep_short(self.spec.log)
-                    if not exited.done() and await self._answers(client, "/livez", status=500):
-                        break
-        finally:
-            exited.cancel()
+        async with _probe_client(self.spec) as client:
+            while self._process.returncode is None:
+                await first_of(self._process.wait(), self._clock.sleep(LIVE_POLL_S))
+                keep_short(self.spec.log)
+                if self._process.returncode is None and await self._answers(client, "/livez", status=500):
+                    break
         return self._died()
 
     async def stop(self, grace_s: float) -> bool:

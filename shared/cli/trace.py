@@ -17,13 +17,13 @@ from typing import BinaryIO, Final, cast
 import msgspec
 
 from shared.cli import admin, terminal
+from shared.cli.keeper import id_problem
 from shared.process.arguments import Parser, checked
 from shared.trace.join import join
 from shared.trace.log_reading import LINES_MAX, DamagedLine, LogReading, SlowestReading, Tail, parse
 from shared.trace.request_records import RequestPage, RequestRecords, RequestSummary
 from shared.trace.request_text import line_row, printable, record_text, summary_row, table
 from shared.wire.completed_line import GatewayLine, Line
-from shared.wire.ids import is_id
 from shared.wire.silence import Silent
 
 STDIN: Final = "-"
@@ -34,10 +34,6 @@ PAGES_MAX: Final = 32
 GZIP: Final = b"\x1f\x8b"
 """The beginning of a file that gzip has packed."""
 POLL_S: Final = 0.5
-
-
-def _id_problem(text: str) -> str | None:
-    return None if is_id(text) else "must be 1 to 64 of A-Z a-z 0-9 . _ -"
 
 
 def _count_problem(text: str) -> str | None:
@@ -58,7 +54,7 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
         "request_id",
         metavar="REQUEST_ID",
         nargs="?",
-        type=checked(_id_problem),
+        type=checked(id_problem),
         help="the x-request-id of its answer",
     )
     parser.add_argument(

@@ -24,13 +24,15 @@ from structlog.typing import FilteringBoundLogger
 
 from shared.process import descriptors, handshakes, logs
 from shared.process.listening import CLOSE_GRACE_S
-from shared.process.memory import HANDSHAKES_MAX
 from shared.process.metrics import Counter
 
 ACCEPT_MAX: Final = 64
 """Connections that are accepted in one turn of the loop, each of which takes some 15 microseconds."""
 PAUSE_S: Final = 1.0
 """The time for which nothing is accepted when none could be, in seconds."""
+HANDSHAKES_MAX: Final = 1024
+"""TLS handshakes at a time. Above it, the one that has lasted for longest is cut: one that goes on takes a
+few turns of the loop, and those that fill the number do not go on."""
 HANDSHAKE_S: Final = 10.0
 """How long a TLS handshake may take, in seconds."""
 WARN_EVERY_S: Final = 10.0

@@ -11,67 +11,39 @@ import importlib.metadata
 import re
 import sys
 from collections.abc import Iterable
-from typing import Final
+from typing import Any, Final
 
 import msgspec
-from msgspec import Struct
 
 from shared.process.build import DISTRIBUTION, OF_GATEWAY
-
-
-class License(Struct, frozen=True, omit_defaults=True):
-    name: str
-
-
-class LicenseChoice(Struct, frozen=True):
-    license: License
-
-
-class Component(Struct, frozen=True, omit_defaults=True):
-    """One package."""
-
-    type: str
-    name: str
-    version: str
-    purl: str
-    licenses: list[LicenseChoice] = []
-
-
-class Metadata(Struct, frozen=True):
-    component: Component
-
-
-class Bom(Struct, frozen=True, rename="camel"):
-    """A CycloneDX document."""
-
-    bom_format: str
-    spec_version: str
-    version: int
-    metadata: Metadata
-    components: list[Component]
-
 
 LICENSE_LEN_MAX: Final = 200
 """Characters of a licence's name; some packages put its whole text there."""
 
 
-def component(package: importlib.metadata.Distribution) -> Component:
+def component(package: importlib.metadata.Distribution) -> dict[str, Any]:
     """A package, as its metadata describe it."""
     name = re.sub(r"[-_.]+", "-", package.metadata["Name"]).lower()
     known = package.metadata
     stated = next((known[field] for field in ("License-Expression", "License") if field in known), "")
     named = stated.partition("\n")[0][:LICENSE_LEN_MAX]
-    licenses = [LicenseChoice(License(named))] if named else []
-    return Component("library", name, package.version, f"pkg:pypi/{name}@{package.version}", licenses)
+    purl = f"pkg:pypi/{name}@{package.version}"
+    found = {"type": "library", "name": name, "version": package.version, "purl": purl}
+    return {**found, "licenses": [{"license": {"name": named}}]} if named else found
 
 
-def bom(packages: Iterable[importlib.metadata.Distribution]) -> Bom:
+def bom(packages: Iterable[importlib.metadata.Distribution]) -> dict[str, Any]:
     """The document about these packages, one of which is Penstock."""
-    by_purl = {one.purl: one for one in map(component, packages)}
+    by_purl = {one["purl"]: one for one in map(component, packages)}
     components = [by_purl[purl] for purl in sorted(by_purl)]
-    own = next(one for one in components if one.name in (DISTRIBUTION, OF_GATEWAY))
-    rest = [one for one in components if one is not own]
-    return Bom("CycloneDX", "1.5", 1, Metadata(msgspec.structs.replace(own, type="application")), rest)
+    own = next(one for one in components if one["name"] in (DISTRIBUTION, OF_GATEWAY))
+    return {
+        "bomFormat": "CycloneDX",
+        "specVersion": "1.5",
+        "version": 1,
+        "metadata": {"component": {**own, "type": "application"}},
+        "components": [one for one in components if one is not own],
+    }
 
 
 def main() -> int:

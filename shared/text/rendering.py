@@ -10,7 +10,7 @@ Rules:
    answer, gives its thread back every few milliseconds (`shared.fairness.fair_threads`), so neither a long
    chat nor a template that never ends holds up the prompts of others.
 2. The child has `RENDER_S` for a chat of the longest body, and the less the shorter it is, and
-   `shared.process.memory.RENDERING` for all that it holds. A chat that needs more is refused.
+   `MEMORY_MAX` for all that it holds. A chat that needs more is refused.
 3. Where a chat's caller leaves, or the child failed, the child is killed. The next chat starts another.
 4. There are two children: `RENDERER` for long chats, and `DOUBTFUL` for templates that are not known to be
    bounded (`shared.text.chat_template`), which runs only where nobody else wants the CPU as much.
@@ -39,7 +39,6 @@ from msgspec import Struct
 from shared.fairness.fair_threads import Slices
 from shared.process.child_python import scant_environment
 from shared.process.clock import SYSTEM_CLOCK, Clock
-from shared.process.memory import RENDERING
 from shared.text.bounded_template import LONGEST_LEN
 from shared.text.call_arguments import WrittenObject, arguments_of, written_json
 from shared.wire.errors import InvalidRequest, Overloaded, TooMuch
@@ -47,6 +46,9 @@ from shared.wire.shapes import BODY_LEN_MAX
 
 APART_LEN: Final = LONGEST_LEN
 """Characters of the longest chat that is rendered in place."""
+MEMORY_MAX: Final = 256 * 1024 * 1024
+"""Bytes of each process that renders chats: it may have no more addresses. A chat of 8 MiB with one emoji
+has four bytes for each character, and takes 187 MB in all."""
 RENDER_S: Final = 10.0
 """The time for a chat of a whole body, in seconds: twenty times what 8 MiB take."""
 RENDER_S_MIN: Final = 2.0
@@ -209,7 +211,7 @@ class Renderer:
         self,
         *,
         argv: tuple[str, ...] = (sys.executable, "-P", "-m", "shared.text.rendering_child"),
-        memory_max: int = RENDERING,
+        memory_max: int = MEMORY_MAX,
         nice: int = 0,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:

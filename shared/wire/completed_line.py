@@ -16,11 +16,9 @@ Rules:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from datetime import datetime
 from typing import Annotated, Final, Literal
 
-import msgspec
 from msgspec import Meta, Struct
 
 from shared.wire.causes import CAUSES_MAX, Cause
@@ -302,17 +300,3 @@ ENGINE_STAGES: Final = (
 add up to `total_ms`."""
 
 Line = GatewayLine | EngineLine
-
-
-def schema_problem(line: Mapping[str, object]) -> str | None:
-    """The difference between a line as it was written and the schema; None when there is none."""
-    kind = GatewayLine if line.get("service") == "gateway" else EngineLine
-    if unknown := line.keys() - set(kind.__struct_fields__):
-        return f"no field of {kind.__name__}: {', '.join(sorted(unknown))}"
-    if empty := [name for name, value in line.items() if value is None]:
-        return f"null, and not left out: {', '.join(empty)}"
-    try:
-        msgspec.convert(line, kind)
-    except msgspec.ValidationError as error:
-        return str(error)
-    return None

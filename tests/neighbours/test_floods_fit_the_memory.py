@@ -24,7 +24,6 @@ import pytest
 
 from gateway.config.edge import TlsConfig
 from gateway.config.whole import ModelConfig
-from shared.process.memory import gateway_memory_max
 from shared.process.setting_values import to_toml
 from tests.bench.client import ApiServer
 from tests.bench.gateway.attack import BODY_LEN, CHATS, COMPLETION_HEAD, MODEL, Attack, Ends, Law, Who, chat
@@ -42,6 +41,7 @@ from tests.bench.gateway.neighbourhood import (
 )
 from tests.bench.gateway.paced_engine import MODEL as PACED
 from tests.bench.gateway.subjects import ServerUnderTest, paced_engine
+from tests.bench.memory_sums import gateway_memory_max
 from tests.effort import drawn, some
 from tests.services import (
     PATIENCE_S,

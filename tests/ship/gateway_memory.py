@@ -6,7 +6,7 @@ import re
 from typing import Final
 
 from gateway.config.whole import GatewayConfig
-from shared.process.memory import ADMIN, MIB, SOCKET, gateway_memory_max
+from tests.bench.memory_sums import ADMIN, MIB, SOCKET, gateway_memory_max
 
 REST: Final = 192 * MIB
 """Bytes of a gateway's process at rest, with the tokenizer of a large model."""

@@ -18,8 +18,8 @@ from gateway.config.whole import (
     TenantConfig,
 )
 from gateway.identity.keys import hash_key
-from shared.process.memory import core_memory_max, engine_memory_max, gateway_memory_max
 from tests.bench.gateway.attack import HASTY_S, MIB, MODEL, POOR_TOKEN_BUDGET, POOR_TOKENS_PER_MIN, Rogue, Who
+from tests.bench.memory_sums import core_memory_max, engine_memory_max, gateway_memory_max
 
 REQUEST_MEMORY: Final = 192 * MIB
 """Bytes of each service's `request_memory`: little more than the largest body needs."""

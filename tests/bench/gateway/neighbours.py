@@ -8,9 +8,10 @@ the victim has run enough rounds beside it.
     gap, first token   the victim's p99 beside the attack; its target is 1.5 times the one alone, and 50 ms
     longest block      of each service's event loop, as its metrics tell
     memory             the peak of each process above its memory at rest, as a fraction of
-    `shared.process.memory` charged            tokens that the gateway settled for the attacker, as a fraction
-                       of those that steps computed for it: of all without those of the victim, by its
-                       answers' usage, and those that the engine names as charged to nobody
+                       `tests.bench.memory_sums`
+    charged            tokens that the gateway settled for the attacker, as a fraction of those that steps
+                       computed for it: of all without those of the victim, by its answers' usage,
+                       and those that the engine names as charged to nobody
     strength           the attack's requests, its answers and the bytes of its bodies, per second: an attacker
                        that is starved shows there
 

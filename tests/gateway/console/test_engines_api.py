@@ -14,7 +14,7 @@ from gateway.config.quotas import QuotaLimits
 from gateway.operators import engines
 from gateway.operators.engines import ENGINES, EVERY_S
 from gateway.operators.operations import query_of
-from gateway.operators.tenant_limits import LIMITS, PARAMETERS
+from gateway.operators.tenant_limits import LIMITS, LimitsQuery
 from shared.wire.errors import InvalidRequest
 from tests.fakes import VirtualClock
 from tests.gateway.conftest import House, Open
@@ -141,5 +141,5 @@ async def test_limits_come_in_pages(open_house: Open) -> None:
 )
 def test_a_wrong_question_about_limits_names_its_parameter(parameters: dict[str, str], protocol: str) -> None:
     with pytest.raises(InvalidRequest) as refused:
-        query_of(PARAMETERS, parameters)
+        query_of(LimitsQuery, parameters)
     assert refused.value.param == next(iter(parameters))

@@ -28,9 +28,9 @@ from shared.apis.message_answers import STOP, AnswerText, MessageAnswer, message
 from shared.apis.messages import CountTokensResponse
 from shared.apis.responses.answer import InputTokens
 from shared.apis.tokenize import DetokenizeResponse, TokenizeResponse
-from shared.process.memory import gateway_memory_max
 from shared.wire.sse import CLOSING_HEADER, closing_comment, encode_closing, named_event
 from tests.bench.cpu import resident_bytes
+from tests.bench.memory_sums import gateway_memory_max
 from tests.gateway.conftest import CHAT, KEY, House, Open, error_of, settings, until
 from tests.gateway.endpoints.described import EXAMPLES, asked_of
 from tests.gateway.endpoints.responses_scripts import streamed

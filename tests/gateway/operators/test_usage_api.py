@@ -17,7 +17,7 @@ from gateway.admission.quota import ReservationId
 from gateway.billing.lines import BillingLine
 from gateway.operators import usage
 from gateway.operators.operations import query_of
-from gateway.operators.usage import PARAMETERS, parse
+from gateway.operators.usage import UsageQuery
 from shared import cli
 from shared.wire.errors import InvalidRequest
 from shared.wire.ids import KeyId, TenantId
@@ -191,13 +191,14 @@ async def test_usage_is_for_operators_alone(open_house: Open, redis: RedisServer
 )
 def test_a_query_that_cannot_be_answered_names_its_parameter(parameters: dict[str, str], param: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        parse(query_of(PARAMETERS, parameters), datetime(2026, 3, 15, tzinfo=UTC).date())
+        query_of(UsageQuery, parameters).days(datetime(2026, 3, 15, tzinfo=UTC).date())
     assert caught.value.param == param
 
 
 def test_without_a_day_the_current_month_is_meant() -> None:
-    query = parse({"by": "day,tenant"}, datetime(2026, 3, 15, tzinfo=UTC).date())
-    assert (str(query.first), str(query.last), query.by) == ("2026-03-01", "2026-03-15", ("day", "tenant"))
+    query = UsageQuery(by="day,tenant")
+    days = query.days(datetime(2026, 3, 15, tzinfo=UTC).date())
+    assert (*map(str, days), query.dimensions) == ("2026-03-01", "2026-03-15", ("day", "tenant"))
 
 
 async def test_an_answer_is_whole_or_refused(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import tomllib
 
 from gateway.config.whole import load
-from shared.process.memory import core_memory_max, engine_memory_max, gateway_memory_max
 from shared.process.setting_values import to_toml
 from tests.bench.client import TimedRequest
 from tests.bench.gateway.attack import Law
@@ -14,6 +13,7 @@ from tests.bench.gateway.attacks import ATTACKS, against
 from tests.bench.gateway.neighbourhood import LIVE_MAX, REQUEST_MEMORY, gateway_config
 from tests.bench.gateway.neighbours import _charged
 from tests.bench.gateway.victim import Account, Cost
+from tests.bench.memory_sums import core_memory_max, engine_memory_max, gateway_memory_max
 
 DETAILS = b'"prompt_tokens_details": {"cached_tokens": %d}'
 USAGE = b'{"usage": {"prompt_tokens": %d, ' + DETAILS + b', "completion_tokens": %d}}'

@@ -13,8 +13,7 @@ import pytest
 import trustme
 
 from shared.process import accepting
-from shared.process.accepting import ACCEPTS_FAILED, Accepting
-from shared.process.memory import HANDSHAKES_MAX
+from shared.process.accepting import ACCEPTS_FAILED, HANDSHAKES_MAX, Accepting
 from tests.fakes import captured_logs
 from tests.loops import on_both_loops
 from tests.waiting import PATIENCE_S

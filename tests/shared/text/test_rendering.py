@@ -12,9 +12,8 @@ import pytest
 from shared.apis.chat_messages import ChatMessage
 from shared.apis.prompt import ChatPrompt
 from shared.fairness.fair_threads import FairThreads, Slices, at_once
-from shared.process import memory
 from shared.text.chat_template import ChatTemplate
-from shared.text.rendering import APART_LEN, Renderer
+from shared.text.rendering import APART_LEN, MEMORY_MAX, Renderer
 from shared.wire.errors import ApiError, InvalidRequest, Overloaded
 from tests.fakes import VirtualClock
 
@@ -82,7 +81,7 @@ def test_the_process_never_has_more_memory_than_is_stated(renderer: Renderer) ->
         at_once(template(GREEDY).slices(long_chat(), renderer))
     status = Path(f"/proc/{renderer.pid}/status").read_text()
     peak_kib = int(status.split("VmPeak:")[1].split()[0])
-    assert peak_kib * 1024 <= memory.RENDERING
+    assert peak_kib * 1024 <= MEMORY_MAX
 
 
 def until_it_waits(slices: Slices[str]) -> None:

@@ -18,7 +18,7 @@ from shared.trace.join import Trace, join
 from shared.trace.log_reading import LogReading, bounded_lines
 from shared.trace.request_records import RequestRecord, RequestSummary
 from shared.trace.request_text import record_text, table
-from shared.wire.completed_line import schema_problem
+from tests.line_check import schema_problem
 
 REAL = Path(__file__).with_name("lines.jsonl")
 """What `penstock up` wrote of these requests: `twice` (a stream, and two choices), `refused`, `left` by its

@@ -17,10 +17,9 @@ from shared.wire.completed_line import (
     CompletedLine,
     EngineLine,
     GatewayLine,
-    schema_problem,
 )
 from shared.wire.end_reason import MEANINGS, EndReason
-from tests.line_check import SUITES, LineCheck
+from tests.line_check import SUITES, LineCheck, schema_problem
 
 BOTH: dict[str, Any] = {
     "ts": datetime.now(UTC),

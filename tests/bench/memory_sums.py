@@ -20,6 +20,9 @@ from __future__ import annotations
 
 from typing import Final
 
+from shared.process.accepting import HANDSHAKES_MAX
+from shared.text.rendering import MEMORY_MAX
+
 KIB: Final = 1024
 MIB: Final = 1024 * KIB
 
@@ -36,9 +39,6 @@ once, and 16 KiB of what was received at once."""
 TLS_LARGE: Final = 512 * KIB
 """Bytes more where as much was received at once as a socket holds, which is kept twice. As many connections
 of a gateway have them as requests may be live."""
-HANDSHAKES_MAX: Final = 1024
-"""TLS handshakes at a time. Above it, the one that has lasted for longest is cut: one that goes on takes a
-few turns of the loop, and those that fill the number do not go on."""
 HOLDING: Final = 128 * MIB
 """Bytes of all connections' half heads and requests that were sent ahead, of which a gateway keeps 1,024."""
 PIECES: Final = 40 * MIB
@@ -55,9 +55,6 @@ STREAM: Final = 192 * KIB
 written, and its objects."""
 THREAD: Final = 16 * MIB
 """Bytes of a thread that tokenizes or parses: one slice's data, and its own heap of the allocator."""
-RENDERING: Final = 256 * MIB
-"""Bytes of each process that renders chats: it may have no more addresses. A chat of 8 MiB with one emoji
-has four bytes for each character, and takes 187 MB in all."""
 SEQUENCE: Final = 64 * KIB
 """Bytes of a sequence in the core: its page table, its penalties and its biases."""
 TOKEN: Final = 64
@@ -76,14 +73,14 @@ def gateway_memory_max(
     held = int(FRAGMENTATION * request_memory) + connections_max * CONNECTION + HOLDING + PIECES
     if has_tls:
         held += live_max * TLS_LARGE + (connections_max + HANDSHAKES_MAX) * TLS
-    return held + live_max * LIVE_REQUEST + tokenizer_threads * THREAD + 2 * RENDERING
+    return held + live_max * LIVE_REQUEST + tokenizer_threads * THREAD + 2 * MEMORY_MAX
 
 
 def engine_memory_max(request_memory: int, streams_max: int, tokenizer_threads: int) -> int:
     """Bytes above rest for an engine's API process. `streams_max` is the number of requests that its gateways
     send it at a time, each gateway at most its `live_max`."""
     held = int(FRAGMENTATION * request_memory)
-    return held + streams_max * STREAM + tokenizer_threads * THREAD + 2 * RENDERING
+    return held + streams_max * STREAM + tokenizer_threads * THREAD + 2 * MEMORY_MAX
 
 
 def core_memory_max(
