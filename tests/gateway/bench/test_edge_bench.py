@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import random
 from dataclasses import replace
 from http import HTTPStatus
@@ -16,15 +15,6 @@ from tests.bench.gateway.mutations import mutations
 from tests.bench.gateway.revoking import Took
 from tests.bench.gateway.rotation import IN_HASTE, IN_TURN, KEYS, Asked, Plan
 from tests.bench.gateway.subjects import gateway, paced_engine
-
-
-@pytest.mark.nightly
-async def test_refusals_are_measured_on_a_gateway_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(edge, "LARGE", edge.AT_ONCE)
-    options = argparse.Namespace(rows=["large", "json", "keys"], samples=500)
-    figures = {figure.name: figure for figure in await edge.run(options)}
-    assert len(figures) == 1 + len(edge.HOSTILE) + 1 + 4 + 2
-    assert all(figure.value is not None and figure.value >= 0 for figure in figures.values())
 
 
 @pytest.mark.nightly
@@ -72,14 +62,6 @@ def test_false_refusals_are_told_from_other_failures() -> None:
     assert figures["rotation: requests/s"] == 3
     assert [figures[name] for name in REFUSED] == [2, 5]
     assert figures["rotation: p99, beside / alone"] == 2
-
-
-@pytest.mark.nightly
-async def test_a_key_is_created_and_revoked_through_another_process() -> None:
-    async with paced_engine(20.0) as engine:
-        figures = by_name(await revoking.revoking(engine, changes=1))
-    assert len(figures) == 4
-    assert figures["revoking: streams that ended with key_revoked"] == 1
 
 
 def test_the_longest_of_all_times_counts_and_a_stream_without_a_reason_is_found() -> None:

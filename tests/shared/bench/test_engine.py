@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import random
@@ -14,7 +13,7 @@ import pytest
 from tests.bench.client import ApiServer, TimedRequest
 from tests.bench.engine import served as engine
 from tests.bench.engine.load import BenchFailed, Load, Sample, Server, alone, token_times
-from tests.bench.engine.served import TOKENS_TARGET, add_arguments
+from tests.bench.engine.served import TOKENS_TARGET
 from tests.bench.engine.turns import ASKED_LEN, TURNS, Conversation, turns
 
 USAGE = b'data: {"usage":{"prompt_tokens":1,"completion_tokens":%d,"total_tokens":1}}'
@@ -90,10 +89,3 @@ def test_servers_are_stopped_while_it_is_not_their_turn() -> None:
             raise BenchFailed
         assert os.WIFCONTINUED(os.waitpid(waiting.pid, os.WCONTINUED)[1])
         waiting.communicate(b"\n")
-
-
-def test_options_behind_the_dashes_are_the_engines() -> None:
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    options = parser.parse_args(["--streams", "1", "--", "--threads", "1"])
-    assert options.engine_options == ["--threads", "1"]

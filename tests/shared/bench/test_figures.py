@@ -1,12 +1,10 @@
 from __future__ import annotations
 
-import io
-import json
 import math
 
 import pytest
 
-from tests.bench.figures import Target, at_least, at_most, exit_code, figure, quantile, write
+from tests.bench.figures import Target, at_least, at_most, exit_code, figure, quantile
 
 
 @pytest.mark.parametrize(
@@ -35,23 +33,6 @@ def test_only_a_figure_that_falls_short_fails_the_check() -> None:
 
 def test_nan_meets_no_target() -> None:
     assert figure("f", math.nan, "ms", at_most(1)).ok is False
-
-
-def test_json_lines_hold_the_five_fields() -> None:
-    out = io.StringIO()
-    write([figure("cpu", 12.3456789, "us/event", at_most(15)), figure("rate", 3, "1/s")], out)
-    first, second = map(json.loads, out.getvalue().splitlines())
-    assert first == {"name": "cpu", "value": 12.35, "unit": "us/event", "target": "<= 15", "ok": True}
-    assert second == {"name": "rate", "value": 3.0, "unit": "1/s", "target": None, "ok": None}
-
-
-def test_the_table_names_what_falls_short() -> None:
-    out = io.StringIO()
-    write([figure("cpu", 20, "us/event", at_most(15)), figure("rate", 3, "1/s")], out, as_json=False)
-    header, cpu, rate = out.getvalue().splitlines()
-    assert header.startswith("figure")
-    assert cpu.endswith("<= 15   FALLS SHORT")
-    assert rate == "rate        3  1/s"
 
 
 def test_quantile_by_nearest_rank() -> None:
