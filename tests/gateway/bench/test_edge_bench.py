@@ -1,4 +1,4 @@
-"""The bench of the public listener: what it measures, and its statistics."""
+"""The benches of the public listener and of faults: what they measure, and their statistics."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from tests.bench.client import TimedRequest
 from tests.bench.figures import Figure
-from tests.bench.gateway import edge, revoking, rotation
+from tests.bench.gateway import edge, faults, revoking, rotation
 from tests.bench.gateway.mutations import mutations
 from tests.bench.gateway.revoking import Took
 from tests.bench.gateway.rotation import IN_HASTE, IN_TURN, KEYS, Asked, Plan
@@ -69,3 +69,14 @@ def test_the_longest_of_all_times_counts_and_a_stream_without_a_reason_is_found(
     figures = revoking.figures_of(took)
     assert [figure.value for figure in figures] == [1.0, 2.0, 6.0, 0.5]
     assert [figure.ok for figure in figures] == [True, True, False, False]
+
+
+def test_the_time_to_recover_is_when_slow_first_events_end() -> None:
+    before = [(-i / 100, 0.05) for i in range(1, 300)]
+    well = [(i / 100, 0.06) for i in range(900)]
+    assert faults.recovered_s([*before, *well]) == 0.0
+    slow = [(i / 100, 3.0 if i < 150 else 0.06) for i in range(900)]
+    assert faults.recovered_s([*before, *slow]) == pytest.approx(1.5)
+    never = [(i / 100, 3.0) for i in range(900)]
+    assert faults.recovered_s([*before, *never]) >= 8.5
+    assert faults.recovered_s(slow) == pytest.approx(1.5), "a fault from the beginning on"
