@@ -352,6 +352,7 @@ class Deaf(asyncio.Protocol):
     def __init__(self, greeting: bytes = b"") -> None:
         self.greeting = greeting
         self.heard = b""
+        self.transport: Any = None
 
     def connection_made(self, transport: Any) -> None:
         self.transport = transport
@@ -386,7 +387,7 @@ async def test_a_longer_connect_timeout_waits_longer_for_settings() -> None:
             await http.get(url)
         refused = len(deaf)
         call = asyncio.create_task(http.get(url, timeout=httpx.Timeout(None, connect=PATIENCE_S)))
-        await until(lambda: loop.time() > greeted_by and len(deaf) > refused)
+        await until(lambda: loop.time() > greeted_by and len(deaf) > refused and deaf[-1].transport)
         assert not call.done()
         deaf[-1].transport.write(frames.settings({0x3: 100}))
         await until(lambda: any(endpoint.connection.streams for endpoint in endpoints(transport)))
