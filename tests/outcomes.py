@@ -18,7 +18,6 @@ import pytest
 RECORD: Final = Path(".pytest_cache") / "outcome.json"
 """Where the last run is recorded, from the root of the checkout."""
 MAY_SKIP: Final = {
-    "tests/engine/bench/test_gpu_bench.py": "a machine with a GPU has what the test is without",
     "tests/engine/test_disk_tier_settings.py": "without a compiler no native kernels are built",
     "tests/shared/process/test_lifecycle.py": "the kernel's parent-death signal is Linux's own",
     "tests/test_interrupts.py": "some containers allow no namespace of processes",

@@ -24,7 +24,7 @@ from engine.runtime.kernels.autotune import (
 )
 from engine.runtime.models.spec import DeltaNet
 from tests.bench.engine.gpu import attention, measuring, profile, results, steps
-from tests.bench.engine.gpu.shapes import LLAMA_8B, QWEN3_06B, RandomWeights, decode_floor_s
+from tests.bench.engine.gpu.shapes import QWEN3_06B, RandomWeights, decode_floor_s
 from tests.bench.engine.gpu.supervise import LOST
 from tests.engine.decoders import like
 from tests.engine.runtime.kernels.interpreter import prepare_interpreter
@@ -176,13 +176,6 @@ def test_attention_of_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "LIBRARIES", libraries)
     for name in (*libraries, "triton"):
         assert attention.prefill(70, name)["share"] == pytest.approx(2 * 70 * 70 * 4 * 16 / 7e14 / 1e-3)
-
-
-def test_a_context_that_fits_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
-    for gib, context in ((140, 2048), (79, 1024), (40, 512)):
-        card = SimpleNamespace(total_memory=gib << 30)
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, card=card: card)
-        assert steps.fitting_context(LLAMA_8B, 256, 2048) == context
 
 
 def test_a_profile_is_told_by_layers() -> None:

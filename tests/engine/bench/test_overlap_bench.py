@@ -1,11 +1,14 @@
-"""The bench's device that only takes time, under a clock that moves only when it is read or waited for."""
+"""The bench's device that only takes time, under a clock that moves only when it is read or waited for;
+steps with and without a record."""
 
 from __future__ import annotations
 
 import pytest
 
+from engine.api.told.steps import StepRing
 from engine.contract.messages import Plan, Want
-from tests.bench.engine import overlap
+from engine.core.step.results import StepBook
+from tests.bench.engine import overlap, recording
 from tests.bench.engine.overlap import DEVICE_STEP_S, DRAFT_S, OUTPUT_LEN, Device, repeating
 
 HOST_S = DEVICE_STEP_S / 5
@@ -43,3 +46,15 @@ def test_a_draft_takes_its_time_and_has_a_token() -> None:
     plan = Plan(0, [], [], [], [0], [64], [3], [Want.SAMPLE], drafts=[[5, 6]])
     assert device.launch(plan).collect().tokens == [1, 2, 3]
     assert device.busy_until == pytest.approx(HOST_S + DEVICE_STEP_S + 2 * DRAFT_S)
+
+
+def test_a_round_of_each_is_measured_in_every_pair(monkeypatch: pytest.MonkeyPatch) -> None:
+    pushed: list[int] = []
+    monkeypatch.setattr(recording, "PAIRS", 2)
+    monkeypatch.setattr(recording, "STEPS", 5)
+    monkeypatch.setattr(StepRing, "push", lambda _, step: pushed.append(step.number))
+    with_us, without_us = recording.host_us(3)
+    assert len(with_us) == len(without_us) == 2
+    assert min(*with_us, *without_us) > 0
+    assert pushed == [*range(1, 26)] * 2, "of the rounds with a book alone"
+    assert issubclass(recording.NoBook, StepBook)

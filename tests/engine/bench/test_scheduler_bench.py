@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
-import importlib.util
-import re
-from pathlib import Path
-
 import pytest
 
 from engine.core.estimate.cost import StepCost
@@ -92,43 +87,3 @@ def test_each_figure_is_there_once_and_within_its_bound(
 def test_the_figures_are_reproducible() -> None:
     runs = [run(CHAT.traffic(5, 100, 10.0), Engine(scheduler.COST)) for _ in range(2)]
     assert runs[0] == runs[1]
-
-
-async def test_a_plot_without_matplotlib_is_refused_before_anything_runs(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-    options = argparse.Namespace(live=False, overlap=False, agents=False, plot=tmp_path / "plot.png")
-    with pytest.raises(scheduler.BenchFailed, match=re.escape("pip install 'penstock-llm[bench]'")):
-        await scheduler.run(options)
-
-
-@pytest.mark.nightly
-async def test_the_bench_writes_the_plot_and_the_table_that_were_asked_for(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    parser = argparse.ArgumentParser()
-    scheduler.add_arguments(parser)
-    png, table = tmp_path / "plot.png", tmp_path / "table.md"
-    sizes = ["--requests", "20", "--seeds", "1", "--only", "chat", "trace"]
-    figures = await scheduler.run(parser.parse_args([*sizes, "--plot", str(png), "--table", str(table)]))
-    assert {figure.name.split(":")[0] for figure in figures} == {"chat", "trace"}
-    assert png.stat().st_size > 10_000
-    assert table.read_text().startswith("| chat | short TTFT p99, s |")
-
-
-async def test_a_plot_of_parts_that_do_not_run_is_refused(tmp_path: Path) -> None:
-    parser = argparse.ArgumentParser()
-    scheduler.add_arguments(parser)
-    options = parser.parse_args(["--only", "flood", "--table", str(tmp_path / "table.md")])
-    with pytest.raises(scheduler.BenchFailed, match="chat and trace"):
-        await scheduler.run(options)
-
-
-async def test_one_part_runs_alone() -> None:
-    parser = argparse.ArgumentParser()
-    scheduler.add_arguments(parser)
-    figures = await scheduler.run(
-        parser.parse_args(["--only", "pressed", "--requests", "20", "--seeds", "1"])
-    )
-    assert {figure.name.split(",")[0] for figure in figures} == {"KV at 1.2x need"}

@@ -1,9 +1,7 @@
-"""The judging of a long prompt beside streams, and of one with a deadline; loads on odd servers."""
+"""The judging of a long prompt beside streams, and of one with a deadline."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import random
 
 import pytest
@@ -12,7 +10,7 @@ from engine.config import EngineConfig
 from tests.bench.client import ApiServer, TimedRequest
 from tests.bench.engine import interference, served
 from tests.bench.engine.interference import REFUSED_AT_ONCE_S, Beside, Ending, ending
-from tests.bench.engine.load import BenchFailed, Load, Sample, Server, measure
+from tests.bench.engine.load import BenchFailed, Server
 from tests.bench.figures import Figure
 
 
@@ -89,47 +87,6 @@ def test_a_refusal_for_the_deadline_is_told_from_a_failure() -> None:
         ending(TimedRequest(5.0, ended_at=6.0, error="connection lost"), 3.0)
 
 
-def test_a_request_has_the_headers_that_are_asked_for() -> None:
-    request = ApiServer("http://127.0.0.1:1/v1", key="k").request("/completions", b"{}", {"x-a": "1"})
-    head, _, body = request.partition(b"\r\n\r\n")
-    assert body == b"{}"
-    assert {b"x-a: 1", b"authorization: Bearer k"} <= set(head.split(b"\r\n"))
-
-
 def test_the_bench_knows_the_defaults_of_the_engine() -> None:
     engine = EngineConfig("model")
     assert (engine.gap_target_ms, engine.prompt_share) == (served.GAP_TARGET_MS, served.PROMPT_SHARE)
-
-
-@pytest.mark.parametrize("announced", [True, False])
-async def test_a_server_that_closes_after_each_answer_is_measured(announced: bool) -> None:
-    """As llama.cpp's does, before the next request or when it has that already."""
-
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        writer.write(
-            b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
-        )
-        body = b'data: {"usage":{"prompt_tokens":3,"completion_tokens":1}}\n\ndata: [DONE]\n\n'
-        writer.write(b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body))
-        if not announced:
-            with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
-                await reader.readuntil(b"HTTP/1.1\r\n")  # the next one, which gets no answer
-        writer.close()
-
-    server = await asyncio.start_server(answer, "127.0.0.1", 0)
-    async with server:
-        port = server.sockets[0].getsockname()[1]
-        sample = Sample()
-        served = Server("closing", ApiServer(f"http://127.0.0.1:{port}/v1"), "bench")
-        await measure(served, Load(2, 3, 5, 1), random.Random(0), sample)
-    assert sample.tokens == 6
-
-
-async def test_a_server_that_never_answers_is_a_failure() -> None:
-    server = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0)
-    async with server:
-        port = server.sockets[0].getsockname()[1]
-        served = Server("mute", ApiServer(f"http://127.0.0.1:{port}/v1"), "bench")
-        with pytest.raises(BenchFailed, match="connection"):
-            await measure(served, Load(1, 1, 5, 1), random.Random(0), Sample())

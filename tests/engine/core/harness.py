@@ -189,6 +189,11 @@ class Harness:
             self.step()
         self.read()
 
+    def run_as_solo(self) -> None:
+        """Run to the end, where each sequence has the tokens of its solo run and no page is held."""
+        self.run()
+        self.assert_all_as_solo()
+
     def read(self) -> StepOutput | None:
         output = self.scheduler.report()
         if output is None:

@@ -695,8 +695,7 @@ def guessing(streams: int, share: float = 0.01) -> Harness:
     knowing(h.scheduler, StepCost(row_s=1e-5, fixed_s=1e-2))
     for handle in range(streams):
         h.add(handle, [handle, 7, 8, 9], greedy(40, seed=handle + 1))
-    h.run()
-    h.assert_all_as_solo()
+    h.run_as_solo()
     return h
 
 

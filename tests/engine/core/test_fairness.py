@@ -56,8 +56,7 @@ def test_fairness_preempts_for_a_new_tenant_at_the_next_plan_when_another_holds_
     h.step()
     assert 100 in h.started
     assert yields(h) == [8]
-    h.run()
-    h.assert_all_as_solo()
+    h.run_as_solo()
 
 
 def test_fairness_gives_two_tenants_half_of_the_slots_each_and_no_slot_goes_back() -> None:
@@ -69,8 +68,7 @@ def test_fairness_gives_two_tenants_half_of_the_slots_each_and_no_slot_goes_back
     assert len(yields(h)) == 4
     h.steps(50)
     assert h.scheduler.stats().preemptions == 4
-    h.run()
-    h.assert_all_as_solo()
+    h.run_as_solo()
 
 
 def test_fairness_counts_pages_like_slots() -> None:
@@ -84,8 +82,7 @@ def test_fairness_counts_pages_like_slots() -> None:
         h.step()
     assert yields(h) == [2]
     assert holdings(h.scheduler).slots["short"] == 4
-    h.run()
-    h.assert_all_as_solo()
+    h.run_as_solo()
 
 
 def test_fairness_never_preempts_the_oldest_sequence_of_a_tenant() -> None:
@@ -123,8 +120,7 @@ def test_fairness_preempts_protected_sequences_and_a_yield_protects_none() -> No
     h.add(30, [30] * 4, greedy(2), tenant="victim")
     h.steps(20)
     assert 30 in h.finished
-    h.run()
-    h.assert_all_as_solo()
+    h.run_as_solo()
     assert h.finished[2].preemptions == 6
 
 
@@ -138,8 +134,7 @@ def test_a_decode_preempts_a_sequence_of_the_tenant_that_holds_most() -> None:
     while not h.scheduler.stats().preemptions:
         h.step()
     assert {s.tenant for s in due(h.scheduler)} == {"flood"}
-    h.run()
-    h.assert_all_as_solo()
+    h.run_as_solo()
     assert h.finished[9].preemptions == 0
 
 
@@ -210,8 +205,7 @@ def test_a_yield_for_a_slot_alone_costs_nothing(
     h.step()
     assert statuses(h) == dict.fromkeys((6, 7, 8), Status.YIELDED)
     before = len(h.plans)
-    h.run()
-    h.assert_all_as_solo()
+    h.run_as_solo()
     again = {start.slot: plan for plan in h.plans[before:] for start in plan.seated}
     assert len(again) == 3
     for slot, plan in again.items():
@@ -233,8 +227,7 @@ def test_what_yielded_loses_its_pages_before_any_that_runs_does(host_pages: int)
     assert statuses(h) == {3: Status.PREEMPTED}
     stats = h.scheduler.stats()
     assert (stats.preemptions, stats.yields) == (2, 1)
-    h.run()
-    h.assert_all_as_solo()
+    h.run_as_solo()
 
 
 def test_what_yielded_and_is_aborted_or_paused_holds_nothing_that_others_need() -> None:
@@ -280,8 +273,7 @@ def test_a_sequence_that_waits_for_its_own_tenant_blocks_no_other_tenant() -> No
         h.steps(1)
         assert handle in h.started
     assert 2 not in h.started
-    h.run()
-    h.assert_all_as_solo()
+    h.run_as_solo()
 
 
 def test_sequences_that_wait_for_a_common_prefix_end_the_admissions_of_their_tenant_only() -> None:

@@ -62,8 +62,7 @@ def test_what_the_choices_of_a_prompt_compute_is_what_they_are_charged(
         h.run()
         h.plans.clear()
     add_choices(h, n, prompt, max_tokens)
-    h.run()
-    h.assert_all_as_solo()
+    h.run_as_solo()
     cached = h.started[1].cached_len
     output = sum(len(h.tokens[handle]) for handle in range(1, n + 1))
     assert computed(h) == prompt_len - cached - 1 + output
@@ -74,8 +73,7 @@ def test_what_the_choices_of_a_prompt_compute_is_what_they_are_charged(
 def test_sixty_four_choices_with_a_token_for_each_slot(prompt_len: int) -> None:
     h = Harness(pages=128, page_size=64, slots=64, step_tokens_max=64)
     add_choices(h, 64, [3] * prompt_len, 2)
-    h.run()
-    h.assert_all_as_solo()
+    h.run_as_solo()
     assert computed(h) == prompt_len - 1 + sum(len(tokens) for tokens in h.tokens.values())
     assert len(h.plans) <= 5
 
@@ -86,8 +84,7 @@ def test_a_prompt_that_is_scored_is_computed_once_more_at_most() -> None:
     h.add(1, PROMPT, greedy(2, prompt_logprobs=1))
     for handle in (2, 3, 4):
         h.add(handle, PROMPT, greedy(2))
-    h.run()
-    h.assert_all_as_solo()
+    h.run_as_solo()
     assert [h.started[handle].cached_len for handle in (1, 2, 3, 4)] == [0, 9, 9, 9]
 
 
@@ -118,8 +115,7 @@ def test_heads_are_told_apart_by_what_is_before_them_and_by_salt() -> None:
     h.add(2, [9, *PROMPT[1:]], greedy(2))
     h.add(3, PROMPT, greedy(2), cache_salt=b"other")
     h.add(4, [*PROMPT[:-2], 30, 30], greedy(2))
-    h.run()
-    h.assert_all_as_solo()
+    h.run_as_solo()
     assert [h.started[handle].cached_len for handle in (2, 3, 4)] == [0, 0, 8]
 
 
@@ -135,8 +131,7 @@ def test_a_source_that_the_same_plan_evicts_is_copied_first() -> None:
     ((source, page, length),) = plan.forked
     assert (length, source != page) == (2, True)
     assert source in dict(plan.grown)[plan.slots[1]]
-    h.run()
-    h.assert_all_as_solo()
+    h.run_as_solo()
 
 
 def test_a_source_outlasts_the_plan_where_any_other_page_is_available() -> None:
@@ -166,16 +161,14 @@ def test_a_source_that_is_the_last_page_becomes_the_sequences_own() -> None:
     assert plan is not None
     ((source, page, length),) = plan.forked
     assert (source, length) == (page, 1)
-    h.run()
-    h.assert_all_as_solo()
+    h.run_as_solo()
     assert h.started[2].cached_len == 9
 
 
 def test_in_a_pool_too_small_for_a_copy_beside_its_source_choices_take_turns() -> None:
     h = Harness(pages=3, slots=4)
     add_choices(h, 6, PROMPT, 3)
-    h.run()
-    h.assert_all_as_solo()
+    h.run_as_solo()
     assert computed(h) == 9 + sum(len(tokens) for tokens in h.tokens.values())
 
 
@@ -234,8 +227,7 @@ def test_the_oldest_has_no_turn_while_another_computes_its_prompt() -> None:
     h.add(2, [7] * 200, greedy(2))
     for handle in range(3, 3 + 3 * OLDEST_EVERY):
         h.add(handle, [handle % 50], greedy(1))
-    h.run()
-    h.assert_all_as_solo()
+    h.run_as_solo()
     assert h.started[2].cached_len == 199
 
 
@@ -245,8 +237,7 @@ def test_a_sequence_that_yields_finds_what_it_computed() -> None:
     h.add(2, [20, *PROMPT], greedy(9), tenant="a")
     h.steps(4)
     h.add(3, [30] * 6, greedy(9), tenant="b")
-    h.run()
-    h.assert_all_as_solo()
+    h.run_as_solo()
     assert sum(end.preemptions for end in h.finished.values()) == 1
     prompts = sum(len(message.prompt_ids) - 1 for message in h.messages.values())
     assert computed(h) == prompts + sum(len(tokens) for tokens in h.tokens.values())

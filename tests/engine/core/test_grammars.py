@@ -57,8 +57,7 @@ def test_a_row_whose_mask_is_late_sits_out_and_delays_nobody(kind: Callable[...,
     while h.scheduler.masks.sequences:
         h.now += STEP_S
         h.step()
-    h.run()
-    h.assert_all_as_solo()
+    h.run_as_solo()
 
 
 def test_overlapped_a_row_waits_for_its_last_token() -> None:
@@ -74,8 +73,7 @@ def test_overlapped_a_row_waits_for_its_last_token() -> None:
     assert len(plan.slots) == 1
     h.land()
     h.land()
-    h.run()
-    h.assert_all_as_solo()
+    h.run_as_solo()
 
 
 @pytest.mark.parametrize("kind", [Harness, Overlapped])
@@ -113,8 +111,7 @@ def test_a_complete_grammar_ends_the_sequence_where_no_end_token_may() -> None:
     h = Harness()
     h.add(1, PROMPT, sampling, grammar=grammar)
     h.add(2, PROMPT, stopping, grammar=grammar)
-    h.run()
-    h.assert_all_as_solo()
+    h.run_as_solo()
     assert h.reason(2) is FinishReason.STOP
     assert h.tokens[2][-1] == 0
 

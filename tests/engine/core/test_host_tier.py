@@ -157,8 +157,7 @@ def first_row(h: Harness, handle: int) -> tuple[int, int]:
 
 def test_a_preempted_sequence_comes_back_by_copy_and_computes_less_than_a_page_again() -> None:
     h = pressed()
-    h.run()
-    h.assert_all_as_solo()
+    h.run_as_solo()
     stats = h.scheduler.stats()
     assert (stats.preemptions, stats.swaps_in) == (1, 1)
     assert stats.swapped_out_bytes >= stats.swapped_in_bytes > 0
@@ -175,8 +174,7 @@ def test_a_preempted_sequence_whose_pages_nobody_needs_computes_nothing_again() 
     h.add(1, [1] * 16, greedy(6), service_class=ServiceClass.FLEX)
     h.steps(2)
     h.add(2, [2] * 12, greedy(2), service_class=ServiceClass.PRIORITY)
-    h.run()
-    h.assert_all_as_solo()
+    h.run_as_solo()
     assert h.finished[1].preemptions == 1
     assert first_row(h, 1)[1] == 1
     assert h.finished[1].again_tokens == 0
@@ -185,8 +183,7 @@ def test_a_preempted_sequence_whose_pages_nobody_needs_computes_nothing_again() 
 @pytest.mark.parametrize("settings", [{"host_pages": 0}, {"prefix_cache": False}])
 def test_without_host_memory_what_others_took_is_computed_again(settings: dict[str, object]) -> None:
     h = pressed(**settings)
-    h.run()
-    h.assert_all_as_solo()
+    h.run_as_solo()
     stats = h.scheduler.stats()
     assert (stats.preemptions, stats.swaps_in, stats.swapped_out_bytes) == (1, 0, 0)
 
@@ -213,8 +210,7 @@ def test_a_stalled_sequence_gives_its_pages_up_before_one_that_runs() -> None:
         h.step()
     assert list(h.scheduler._waiting.queues[Status.PREEMPTED]) == [1]
     h.resume(1)
-    h.run()
-    h.assert_all_as_solo()
+    h.run_as_solo()
     assert (h.finished[1].preemptions, h.finished[2].preemptions) == (0, 0)
 
 
@@ -223,8 +219,7 @@ def test_a_prefill_that_is_preempted_in_the_middle_of_its_prompt_goes_on_there()
     h.add(1, [1] * 26, greedy(4), service_class=ServiceClass.FLEX)
     h.steps(2)
     h.add(2, [2] * 14, greedy(2), service_class=ServiceClass.PRIORITY)
-    h.run()
-    h.assert_all_as_solo()
+    h.run_as_solo()
     assert h.finished[1].preemptions == 1
     assert first_row(h, 1)[0] == 16
 
@@ -234,8 +229,7 @@ def test_copies_take_their_time_from_the_prompts_of_the_step() -> None:
     h = pressed(gap_target_s=0.1)
     knowing(h.scheduler, StepCost(token_s=1.0, row_s=0.0, pair_s=0.0, fixed_s=0.0, page_s=0.05))
     h.add(3, [3] * 12, greedy(2))
-    h.run()
-    h.assert_all_as_solo()
+    h.run_as_solo()
     back = [plan for plan in h.plans if plan.swapped_in]
     assert back
     for plan in back:

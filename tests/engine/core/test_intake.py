@@ -105,8 +105,7 @@ def test_what_is_computed_of_a_prompt_alone_is_computed_once_for_all_choices(
     assert sum(len(content) == 32 + 4 * size for content in hashed) <= pages_len
     assert len(hashed) <= pages_len + 8 + 1, "at most one for each choice, of what fills no page"
     monkeypatch.undo()
-    h.run()
-    h.assert_all_as_solo()
+    h.run_as_solo()
 
 
 def test_the_newest_is_the_last_before_the_first_that_waits() -> None:

@@ -183,15 +183,13 @@ def test_a_stop_token_leaves_one_late_row_whose_result_is_dropped() -> None:
     assert following is not None
     assert following.left == list(late)
     assert held.pages_owned > h.scheduler.stats().pages_owned, "given back with the late row, not before"
-    h.run()
-    h.assert_all_as_solo()
+    h.run_as_solo()
 
 
 def test_no_row_is_planned_behind_the_last_token() -> None:
     h = Overlapped()
     h.add(1, PROMPT, greedy(5))
-    h.run()
-    h.assert_all_as_solo()
+    h.run_as_solo()
     assert (h.rows, h.finished[1].late_tokens) == (5, 0)
     assert h.runner.overlaps == 4
 
@@ -206,8 +204,7 @@ def test_a_row_behind_a_numeric_failure_is_dropped_and_its_pages_forgotten() -> 
         and 2 <= len(solo(prompt, greedy(20, seed=s), 50).tokens) <= 6
     )
     h.add(1, prompt, greedy(20, seed=seed))
-    h.run()
-    h.assert_all_as_solo()
+    h.run_as_solo()
     assert h.rows == len(h.tokens[1]) + h.finished[1].late_tokens
     assert h.finished[1].late_tokens == 2, "the row that failed, and a late one"
     assert h.scheduler.stats().pages_cached == 0, "its pages are no prefix of others"
@@ -289,8 +286,7 @@ def test_a_slot_is_not_handed_on_before_the_late_row_is_committed() -> None:
     h = Overlapped(slots=1)
     for handle in range(1, 5):
         h.add(handle, [*PROMPT, handle], greedy(20, **stopping(handle, after=2)))
-    h.run()
-    h.assert_all_as_solo()
+    h.run_as_solo()
     seating = [plan.step for plan in h.plans if plan.seated]
     assert len(seating) == 4
     for step in seating[1:]:
@@ -324,8 +320,7 @@ def test_a_page_is_found_by_others_only_when_its_tokens_are_known() -> None:
     third = h.launch()
     assert third is not None
     assert third.seated
-    h.run()
-    h.assert_all_as_solo()
+    h.run_as_solo()
     assert h.started[2].cached_len == 8
 
 
@@ -334,8 +329,7 @@ def test_sequences_with_one_prompt_compute_it_once() -> None:
     for h in (plain, overlapped):
         for child in range(1, 5):
             h.add(child, [9] * 40, greedy(4, seed=child))
-        h.run()
-        h.assert_all_as_solo()
+        h.run_as_solo()
     computed = [sum(sum(plan.lengths) for plan in h.plans) for h in (plain, overlapped)]
     assert computed[0] == computed[1]
 
@@ -369,8 +363,7 @@ def test_no_running_sequence_is_preempted_while_a_step_is_in_flight() -> None:
     plan = h.launch()
     assert plan is not None
     assert h.scheduler.stats().preemptions == 1
-    h.run()
-    h.assert_all_as_solo()
+    h.run_as_solo()
 
 
 def test_overlapped_steps_preempt_no_more_than_plain_ones_in_a_tight_pool() -> None:
@@ -379,8 +372,7 @@ def test_overlapped_steps_preempt_no_more_than_plain_ones_in_a_tight_pool() -> N
     for h in (plain, overlapped):
         for handle in range(1, 7):
             h.add(handle, [handle] * 6, greedy(18, seed=handle))
-        h.run()
-        h.assert_all_as_solo()
+        h.run_as_solo()
     counts = [h.scheduler.stats().preemptions for h in (plain, overlapped)]
     assert 0 < counts[1] <= counts[0] + 1
     assert overlapped.runner.overlaps > len(overlapped.plans) / 2
@@ -395,8 +387,7 @@ def test_a_higher_class_preempts_at_the_first_plan_without_a_step_in_flight() ->
     assert [plan is None for plan in plans] == [False, True, False]
     assert plans[2] is not None
     assert plans[2].seated
-    h.run()
-    h.assert_all_as_solo()
+    h.run_as_solo()
     assert h.finished[1].preemptions == 1
 
 
@@ -404,8 +395,7 @@ def test_a_resubmitted_prompt_that_ends_on_a_page_leaves_a_token_to_compute() ->
     h = Overlapped(pages=9)
     for handle in (1, 2, 3):
         h.add(handle, [5] * 12, greedy(8, seed=handle))
-    h.run()
-    h.assert_all_as_solo()
+    h.run_as_solo()
     assert h.scheduler.stats().prefix_hit_tokens > 0
 
 
@@ -426,8 +416,7 @@ def test_tokens_in_flight_at_a_pause_still_count(flights: int) -> None:
     assert len(h.tokens[1]) == before + flights
     assert 1 not in h.seated
     h.resume(1)
-    h.run()
-    h.assert_all_as_solo()
+    h.run_as_solo()
 
 
 def test_a_pause_that_ends_before_the_commit_costs_one_plan() -> None:
@@ -441,8 +430,7 @@ def test_a_pause_that_ends_before_the_commit_costs_one_plan() -> None:
     assert plan is not None
     assert slot not in plan.slots
     h.resume(1)
-    h.run()
-    h.assert_all_as_solo()
+    h.run_as_solo()
     assert sum(len(plan.seated) for plan in h.plans) == 2, "it kept its seat"
 
 
@@ -450,8 +438,7 @@ def test_prompt_logprobs_of_chunks_in_flight_come_once_and_in_order() -> None:
     h = Overlapped(step_tokens_max=8)
     h.add(1, list(range(30)), greedy(4, prompt_logprobs=2))
     h.add(2, list(range(9)), greedy(9, seed=2))
-    h.run()
-    h.assert_all_as_solo()
+    h.run_as_solo()
 
 
 def test_a_steps_duration_counts_from_the_commit_before_it() -> None:

@@ -1,4 +1,4 @@
-"""The rank of waiting sequences and of running prefills."""
+"""The rank of waiting sequences and of running prefills, and the disciplines to choose from."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.config import EngineConfig
 from engine.contract.messages import ServiceClass
 from engine.core.queue import policy
 from engine.core.queue.policy import Circumstances
 from engine.core.sequence import Sequence
+from shared.process.settings import settings_of
 from tests.engine.core.sequences import COST, FLEX, PRIORITY, handles, sequence, stalled
 
 
@@ -136,3 +138,21 @@ def test_an_order_has_every_sequence_once_and_no_preempted_one_behind_its_class(
     for service_class in ServiceClass:
         preempted = [worlds[i][4] for i in order if worlds[i][3] is service_class]
         assert preempted == sorted(preempted, reverse=True)
+
+
+def test_the_discipline_option_names_all_disciplines() -> None:
+    discipline = next(setting for setting in settings_of(EngineConfig) if setting.name == "discipline")
+    assert discipline.kind.choices == tuple(policy.DISCIPLINES)
+    assert discipline.default == "response-ratio"
+
+
+def test_fifo_serves_in_the_order_of_arrival_for_every_class_tenant_and_length() -> None:
+    waiting = [
+        sequence(3, 2.0, service_class=ServiceClass.PRIORITY),
+        sequence(1, 1.0, prompt_len=4000, tenant="ahead"),
+        sequence(2, 1.0, prompt_len=10),
+        sequence(4, 3.0, preempted=True),
+        stalled(5, 9.0, resumed=True),
+    ]
+    order = policy.DISCIPLINES["fifo"].order(waiting, Circumstances(10.0, COST, {"ahead": 9000}))
+    assert handles(order) == [5, 1, 2, 3, 4]

@@ -13,8 +13,7 @@ def test_the_younger_sequence_is_preempted_and_no_token_changes() -> None:
     h = Harness(pages=8)
     h.add(1, [1] * 8, greedy(20))
     h.add(2, [2] * 8, greedy(20))
-    h.run()
-    h.assert_all_as_solo()
+    h.run_as_solo()
     assert (h.finished[1].preemptions, h.finished[2].preemptions) == (0, 1)
     assert h.finished[2].preempted_s > 0
 
@@ -48,8 +47,7 @@ def test_a_preempted_sequence_is_admitted_before_newcomers() -> None:
     assert h.finished.keys() >= {1}
     assert sum(len(plan.seated) for plan in h.plans) == 4
     assert [start.prompt_len for plan in h.plans for start in plan.seated] == [8, 8, 8, 4]
-    h.run()
-    h.assert_all_as_solo()
+    h.run_as_solo()
 
 
 def test_prompt_logprobs_are_sent_once_by_a_preempted_prefill() -> None:
@@ -58,8 +56,7 @@ def test_prompt_logprobs_are_sent_once_by_a_preempted_prefill() -> None:
     h.add(1, [1] * 20, greedy(16))
     h.steps(2)
     h.add(2, list(range(2, 22)), greedy(2, prompt_logprobs=1))
-    h.run()
-    h.assert_all_as_solo()
+    h.run_as_solo()
     assert h.finished[2].preemptions >= 1
     assert len(h.prompt_logprobs[2]) == 19
     admissions = [(plan, start) for plan in h.plans for start in plan.seated if start.token_ids[0] == 2]
@@ -73,8 +70,7 @@ def test_preemptions_of_one_sequence_are_bounded(preemptions_max: int) -> None:
     h = Harness(pages=12, slots=6, step_tokens_max=32, preemptions_max=preemptions_max)
     for handle in range(1, 41):
         h.add(handle, [handle] * 5, greedy(30, seed=3))
-    h.run()
-    h.assert_all_as_solo()
+    h.run_as_solo()
     counts = [finished.preemptions for finished in h.finished.values()]
     assert max(counts) == preemptions_max, "there was pressure, and it stopped at the bound"
 
@@ -93,8 +89,7 @@ def test_beside_a_protected_sequence_none_is_admitted_that_could_preempt_it() ->
     h.step()
     assert h.scheduler.stats().pages_free + h.scheduler.stats().pages_cached >= 1
     assert h.started.keys() == {1, 2}
-    h.run()
-    h.assert_all_as_solo()
+    h.run_as_solo()
 
 
 def test_beside_a_protected_sequence_one_that_fits_to_its_end_is_admitted() -> None:
@@ -106,8 +101,7 @@ def test_beside_a_protected_sequence_one_that_fits_to_its_end_is_admitted() -> N
     h.add(3, [3], greedy(4))  # 1 page at most
     h.step()
     assert h.started.keys() == {1, 2, 3}
-    h.run()
-    h.assert_all_as_solo()
+    h.run_as_solo()
     assert h.finished[2].preemptions == 1
 
 
@@ -118,8 +112,7 @@ def test_the_watermark_holds_admissions_back_while_a_sequence_runs() -> None:
     h.add(3, [3], greedy(2))
     h.step()
     assert h.started.keys() == {1}, "and none overtakes it"
-    h.run()
-    h.assert_all_as_solo()
+    h.run_as_solo()
 
 
 def test_no_newcomer_takes_the_pages_that_a_preempted_sequence_released() -> None:
@@ -131,8 +124,7 @@ def test_no_newcomer_takes_the_pages_that_a_preempted_sequence_released() -> Non
         plan = h.step()
     assert plan is not None
     assert (plan.left, plan.seated) == ([1], [])
-    h.run()
-    h.assert_all_as_solo()
+    h.run_as_solo()
 
 
 def test_the_pages_of_one_victim_serve_several_sequences() -> None:
@@ -142,16 +134,14 @@ def test_the_pages_of_one_victim_serve_several_sequences() -> None:
     h.steps(2)  # all three need a third page; the two of the last serve the others
     assert h.scheduler.stats().preemptions == 1
     assert h.scheduler.stats().running == 2
-    h.run()
-    h.assert_all_as_solo()
+    h.run_as_solo()
 
 
 def test_a_sequence_that_needs_a_page_is_preempted_itself_when_most_expendable() -> None:
     h = Harness(pages=7)
     h.add(1, [1] * 13, greedy(8))
     h.add(2, [2] * 10, greedy(8))
-    h.run()
-    h.assert_all_as_solo()
+    h.run_as_solo()
     assert (h.finished[1].preemptions, h.finished[2].preemptions) == (0, 1)
 
 
@@ -166,8 +156,7 @@ def test_a_higher_class_preempts_a_lower_one_for_pages_and_no_token_changes() ->
     h.add(3, [3] * 12, greedy(4), service_class=PRIORITY)
     h.step()
     assert 3 in h.started, "the lowest class gave way at once"
-    h.run()
-    h.assert_all_as_solo()
+    h.run_as_solo()
     assert h.finished[1].preemptions >= 1
     assert h.finished[3].preemptions == 0
 
@@ -180,8 +169,7 @@ def test_a_higher_class_preempts_a_lower_one_for_a_slot() -> None:
     h.add(3, [3] * 4, greedy(16))
     h.step()
     assert 3 in h.started
-    h.run()
-    h.assert_all_as_solo()
+    h.run_as_solo()
     assert [h.finished[handle].preemptions for handle in (1, 2, 3)] == [0, 1, 0]
 
 
@@ -190,8 +178,7 @@ def test_an_equal_class_preempts_none() -> None:
     h.add(1, [1] * 4, greedy(16), service_class=PRIORITY)
     h.step()
     h.add(2, [2] * 4, greedy(2), service_class=PRIORITY)
-    h.run()
-    h.assert_all_as_solo()
+    h.run_as_solo()
     assert h.finished[1].preemptions == 0
 
 
@@ -203,8 +190,7 @@ def test_none_is_preempted_for_a_sequence_that_would_not_fit_all_the_same() -> N
     h.add(3, [3] * 24, greedy(2), service_class=DEFAULT)
     h.steps(2)
     assert 3 not in h.started
-    h.run()
-    h.assert_all_as_solo()
+    h.run_as_solo()
     assert h.finished[2].preemptions == 0
 
 
@@ -218,8 +204,7 @@ def test_as_few_victims_as_possible_are_preempted() -> None:
     h.step()
     assert 4 in h.started
     assert h.plans[-1].left == [1], "one large one, and not two small ones beside"
-    h.run()
-    h.assert_all_as_solo()
+    h.run_as_solo()
 
 
 def test_a_protected_sequence_is_preempted_for_no_class() -> None:
@@ -228,6 +213,5 @@ def test_a_protected_sequence_is_preempted_for_no_class() -> None:
     for handle in range(2, 8):
         h.steps(4)  # enough for the one before to end, and for the first to be admitted again
         h.add(handle, [handle] * 4, greedy(2), service_class=PRIORITY)
-    h.run()
-    h.assert_all_as_solo()
+    h.run_as_solo()
     assert h.finished[1].preemptions == 2

@@ -90,8 +90,7 @@ def found_after(h: Harness, wait_s: float, prompts: int = 20) -> int:
         h.add(handle, [handle % 250] * 30, greedy(2))
         h.run()
     h.add(first + 1 + prompts, HISTORY, greedy(8, stop_token_ids=stops), has_next_turn=True)
-    h.run()
-    h.assert_all_as_solo()
+    h.run_as_solo()
     return h.started[first + 1 + prompts].cached_len // 4
 
 
@@ -129,8 +128,7 @@ def test_kept_pages_hold_up_no_admission() -> None:
     assert 3 in h.started
     assert h.scheduler.stats().pages_kept == 0
     assert h.scheduler.stats().kept_evicted == 8
-    h.run()
-    h.assert_all_as_solo()
+    h.run_as_solo()
 
 
 def test_a_tenant_that_keeps_all_takes_no_other_ones_prefix() -> None:
@@ -151,8 +149,7 @@ def test_without_the_prefix_cache_nothing_is_shared() -> None:
     h = Harness(prefix_cache=False)
     for handle in (1, 2):
         h.add(handle, PROMPT, greedy(3))
-    h.run()
-    h.assert_all_as_solo()
+    h.run_as_solo()
     assert h.started[2].cached_len == 0
     assert h.scheduler.stats().pages_cached == 0
 
@@ -172,8 +169,7 @@ def test_sequences_with_one_prompt_compute_it_once() -> None:
     prompt = [7] * 33
     for handle in (1, 2, 3, 4):
         h.add(handle, prompt, greedy(4, seed=handle))
-    h.run()
-    h.assert_all_as_solo()
+    h.run_as_solo()
     assert [h.started[handle].cached_len for handle in (1, 2, 3, 4)] == [0, 32, 32, 32]
 
 
@@ -198,8 +194,7 @@ def test_a_plan_passes_over_a_bounded_number_of_sequences_with_a_common_prefix()
     assert h.started.keys() == {1}
     h.step()
     assert len(h.started) == PASSED_MAX + 2
-    h.run()
-    h.assert_all_as_solo()
+    h.run_as_solo()
 
 
 def test_no_sequence_waits_for_a_prefix_whose_computation_was_aborted() -> None:
@@ -221,8 +216,7 @@ def test_of_two_equal_pages_one_is_found_and_the_other_is_free_after_its_end() -
     h = Harness()
     h.add(1, [1] * 9, greedy(8))
     h.add(2, [1] * 9, greedy(8))
-    h.run()
-    h.assert_all_as_solo()
+    h.run_as_solo()
     assert h.scheduler.stats().pages_cached == 4
 
 

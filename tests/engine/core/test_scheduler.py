@@ -20,8 +20,7 @@ PROMPT = list(range(1, 11))
 def test_a_sequence_runs_to_its_length() -> None:
     h = Harness()
     h.add(1, PROMPT, greedy(5))
-    h.run()
-    h.assert_all_as_solo()
+    h.run_as_solo()
     assert h.reason(1) is FinishReason.LENGTH
     assert [plan.lengths for plan in h.plans] == [[10], [1], [1], [1], [1]]
     assert [plan.positions for plan in h.plans] == [[0], [10], [11], [12], [13]]
@@ -54,15 +53,13 @@ def test_a_sequence_of_one_token_ends_with_its_prefill() -> None:
 def test_the_last_token_needs_no_page() -> None:
     h = Harness(pages=2)
     h.add(1, [1] * 4, greedy(5))  # 9 tokens, 8 of them computed
-    h.run()
-    h.assert_all_as_solo()
+    h.run_as_solo()
 
 
 def test_a_long_prompt_is_chunked_by_the_budget() -> None:
     h = Harness(step_tokens_max=8)
     h.add(1, [1] * 20, greedy(2))
-    h.run()
-    h.assert_all_as_solo()
+    h.run_as_solo()
     assert [plan.lengths for plan in h.plans] == [[8], [8], [4], [1]]
     assert [plan.wants for plan in h.plans] == [[Want.NOTHING]] * 2 + [[Want.SAMPLE]] * 2
 
@@ -71,8 +68,7 @@ def test_numeric_failure_ends_one_sequence_and_spoils_no_cache() -> None:
     h = Harness()
     h.add(1, PROMPT, greedy(50, seed=NUMERIC_SEEDS))
     h.add(2, [9, *PROMPT], greedy(50))
-    h.run()
-    h.assert_all_as_solo()
+    h.run_as_solo()
     assert (h.reason(1), h.reason(2)) == (FinishReason.NUMERIC, FinishReason.LENGTH)
     h.add(3, PROMPT, greedy(2))
     h.run()
@@ -90,8 +86,7 @@ def test_decodes_come_first_and_a_long_prompt_does_not_stall_them() -> None:
     plan = h.step()
     assert plan is not None
     assert (plan.slots, plan.lengths) == ([0, 1], [1, 7])
-    h.run()
-    h.assert_all_as_solo()
+    h.run_as_solo()
     assert all(plan.slots[0] == 0 for plan in h.plans[:20]), "a token for the first in every step"
 
 
@@ -101,8 +96,7 @@ def test_decodes_come_first_beside_chunks_of_every_length(monkeypatch: pytest.Mo
     h = Harness(step_tokens_max=24)
     for handle in range(1, 9):
         h.add(handle, [handle] * (31 - 3 * handle), greedy(12))
-    h.run()
-    h.assert_all_as_solo()
+    h.run_as_solo()
     assert any(sum(length > 1 for length in plan.lengths) > 2 for plan in h.plans)
 
 
@@ -114,8 +108,7 @@ def test_a_plan_admits_no_more_once_those_that_it_admits_are_long(monkeypatch: p
     h.run()
     for handle in range(2, 9):
         h.add(handle, PROMPT, greedy(8))
-    h.run()
-    h.assert_all_as_solo()
+    h.run_as_solo()
     assert [len(plan.seated) for plan in h.plans if plan.seated] == [1, 2, 2, 2, 1]
 
 
@@ -123,8 +116,7 @@ def test_a_budget_of_one_token_per_slot_finishes_all_sequences() -> None:
     h = Harness(slots=4, step_tokens_max=4)
     for handle in range(1, 9):
         h.add(handle, [handle] * 9, greedy(6))
-    h.run()
-    h.assert_all_as_solo()
+    h.run_as_solo()
 
 
 # -- prompts that are scored, and nothing more -----------------------------------------------------
@@ -188,8 +180,7 @@ def test_a_sequence_longer_than_the_context_is_rejected() -> None:
 def test_a_sequence_that_fills_the_pool_exactly_runs() -> None:
     h = Harness(pages=8, watermark=0.5)
     h.add(1, [1] * 30, greedy(3))
-    h.run()
-    h.assert_all_as_solo()
+    h.run_as_solo()
 
 
 def test_a_full_queue_rejects_at_once_and_serves_the_queued() -> None:

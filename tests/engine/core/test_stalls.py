@@ -46,8 +46,7 @@ def test_a_pause_at_any_moment_changes_no_token(steps: int) -> None:
     assert len(h.plans) == plans, "nothing is computed"
     assert held(h) == (0, 0, 1, owned), "the pages stay"
     h.resume(1)
-    h.run()
-    h.assert_all_as_solo()
+    h.run_as_solo()
     assert sum(sum(plan.lengths) for plan in h.plans) == 35, "nothing is computed twice"
     assert h.finished[1].stalled_s == pytest.approx(0.0), "no time passed"
 
@@ -75,8 +74,7 @@ def test_a_pause_between_two_steps_has_no_effect() -> None:
     h.step()
     h.pause(1)
     h.resume(1)
-    h.run()
-    h.assert_all_as_solo()
+    h.run_as_solo()
     assert len([start for plan in h.plans for start in plan.seated]) == 1
 
 
@@ -109,8 +107,7 @@ def test_pauses_are_exact_and_idempotent() -> None:
     h.run()
     assert h.finished.keys() == {10, 11}
     h.resume(1, 1)
-    h.run()
-    h.assert_all_as_solo()
+    h.run_as_solo()
     assert h.finished[1].stalled_s == pytest.approx(1.0 + 4 * STEP_S)
 
 
@@ -137,8 +134,7 @@ def test_a_paused_waiting_sequence_is_passed_and_blocks_no_other() -> None:
     assert h.started.keys() == {2}
     assert held(h)[:3] == (0, 1, 1)
     h.resume(1)
-    h.run()
-    h.assert_all_as_solo()
+    h.run_as_solo()
     assert h.finished[1].stalled_s == pytest.approx(STEP_S)
 
 
@@ -156,8 +152,7 @@ def test_the_slot_of_a_stalled_sequence_serves_others() -> None:
     h.resume(1)
     h.step()
     assert held(h)[:3] == (1, 1, 0), "it waits for a slot, and holds its pages"
-    h.run()
-    h.assert_all_as_solo()
+    h.run_as_solo()
     back = next(plan for plan in h.plans[3:] if plan.seated)
     assert (back.positions, back.lengths) == ([11], [1]), "it goes on where it was"
 
@@ -171,8 +166,7 @@ def test_a_resumed_sequence_is_admitted_before_waiting_ones() -> None:
         h.add(handle, [handle, *PROMPT], greedy(3))
     h.step()
     h.resume(1)
-    h.run()
-    h.assert_all_as_solo()
+    h.run_as_solo()
     assert list(h.finished) == [2, 1, 3]
 
 
@@ -188,8 +182,7 @@ def test_a_stalled_sequence_is_preempted_before_any_running_one() -> None:
     assert (h.finished[2].preemptions, h.finished[3].preemptions) == (0, 0)
     assert held(h) == (0, 0, 1, 0)
     h.resume(1)
-    h.run()
-    h.assert_all_as_solo()
+    h.run_as_solo()
     assert h.finished[1].preemptions == 0, "it did not run"
     assert h.scheduler.stats().preemptions == 1
 
@@ -205,8 +198,7 @@ def test_a_paused_sequence_that_lost_its_pages_is_not_admitted_before_it_resumes
     h.steps(3)
     assert held(h) == (0, 0, 1, 0)
     h.resume(1)
-    h.run()
-    h.assert_all_as_solo()
+    h.run_as_solo()
 
 
 def test_an_admission_preempts_no_more_stalled_sequences_than_it_needs() -> None:
@@ -225,8 +217,7 @@ def test_an_admission_preempts_no_more_stalled_sequences_than_it_needs() -> None
     h.step()
     assert held(h)[:3] == (0, 2, 1), "the longest away has lost its pages, the others have not"
     h.resume(2)
-    h.run()
-    h.assert_all_as_solo()
+    h.run_as_solo()
 
 
 def test_pages_shared_by_stalled_sequences_alone_can_be_reclaimed() -> None:
@@ -238,8 +229,7 @@ def test_pages_shared_by_stalled_sequences_alone_can_be_reclaimed() -> None:
     h.run()
     assert h.finished.keys() == {9}
     h.resume(1, 2, 3)
-    h.run()
-    h.assert_all_as_solo()
+    h.run_as_solo()
 
 
 def test_pages_shared_with_running_sequences_cannot_be_reclaimed() -> None:
@@ -253,8 +243,7 @@ def test_pages_shared_with_running_sequences_cannot_be_reclaimed() -> None:
     h.run()
     assert h.finished.keys() == {1, 3}
     h.resume(2)
-    h.run()
-    h.assert_all_as_solo()
+    h.run_as_solo()
 
 
 def test_the_prefix_of_an_admission_is_not_reclaimed_for_it() -> None:
@@ -268,8 +257,7 @@ def test_the_prefix_of_an_admission_is_not_reclaimed_for_it() -> None:
     assert h.started[2].cached_len == 12
     assert h.scheduler.stats().preemptions == 1
     h.resume(1)
-    h.run()
-    h.assert_all_as_solo()
+    h.run_as_solo()
 
 
 def test_a_pause_does_not_lift_a_sequences_protection() -> None:
@@ -288,8 +276,7 @@ def test_a_pause_does_not_lift_a_sequences_protection() -> None:
     h.resume(2)
     h.step()
     assert held(h)[:2] == (1, 1), "both could not end here"
-    h.run()
-    h.assert_all_as_solo()
+    h.run_as_solo()
     assert h.finished[3].preemptions == 0
     assert h.finished[2].preemptions == 1
 
@@ -328,8 +315,7 @@ def test_a_resumption_starts_the_stall_deadline_anew() -> None:
         h.now += 4.0
         h.step()
         h.resume(1)
-    h.run()
-    h.assert_all_as_solo()
+    h.run_as_solo()
     assert h.finished[1].stalled_s == pytest.approx(16.0)
 
 
@@ -419,8 +405,7 @@ def test_a_state_is_lost_with_the_slot_and_computed_again_beside_a_victim() -> N
     sequence = h.scheduler._sequences[1]
     assert (sequence.slot, sequence.pages, sequence.status) == (None, [], Status.PREEMPTED)
     h.resume(1)
-    h.run()
-    h.assert_all_as_solo()
+    h.run_as_solo()
     assert h.scheduler.stats().prefix_hit_tokens == 0
     assert h.scheduler._sequences == {}
     assert h.scheduler.stats().pages_cached == 0

@@ -93,8 +93,7 @@ def test_what_stalls_goes_on_from_the_last_page_of_its_answer_beside_a_victim() 
     h.step()
     assert (sequence.slot, sequence.pages) == (None, [])
     h.resume(1)
-    h.run()
-    h.assert_all_as_solo()
+    h.run_as_solo()
     assert h.finished[1].again_tokens == before % 4
     assert h.finished[2].again_tokens == 0
 

@@ -34,8 +34,7 @@ def test_in_the_turn_of_the_oldest_pages_are_kept_for_it() -> None:
         h.step()
     assert 100 not in h.finished
     assert list(h.started) == [100, *range(2, 2 + OLDEST_EVERY - 1)]
-    h.run()
-    h.assert_all_as_solo()
+    h.run_as_solo()
 
 
 @pytest.mark.parametrize("leaves", ["aborted", "paused"])
@@ -87,8 +86,7 @@ def test_a_short_prompt_passes_a_long_one_that_has_begun() -> None:
     h.step()
     assert 2 in h.finished
     assert h.plans[-1].lengths == [4, 12], "the rest of the step is the long prompt's"
-    h.run()
-    h.assert_all_as_solo()
+    h.run_as_solo()
 
 
 def test_a_long_prompt_that_has_begun_gets_a_chunk_in_every_step() -> None:
@@ -103,5 +101,4 @@ def test_a_long_prompt_that_has_begun_gets_a_chunk_in_every_step() -> None:
         if 1 in h.finished:
             break
     assert 1 in h.finished
-    h.run()
-    h.assert_all_as_solo()
+    h.run_as_solo()

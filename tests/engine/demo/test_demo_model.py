@@ -13,13 +13,10 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
 from engine.demo import MODEL_DIR
-from engine.demo.train import corpus, evaluate, facts, polish
-from engine.demo.train.concepts import CONCEPTS
+from engine.demo.train import corpus, evaluate, polish
 from engine.demo.train.draw import Draw
 from engine.demo.train.network import DemoModel, Shape
-from engine.demo.train.stories import STORIES
 from engine.demo.train.text import END, answer_spans, render, token_id
-from engine.demo.train.wording import vary
 from shared.apis.chat import ChatRequest
 from shared.apis.validation import parse
 from shared.fairness.fair_threads import at_once
@@ -81,12 +78,6 @@ def test_held_out_wordings_are_disjoint_from_the_others() -> None:
     assert not trained & held_out
 
 
-def test_careless_typing_keeps_every_digit() -> None:
-    rng = Draw(7).rng
-    for _ in range(2000):
-        assert re.findall(r"\d", vary(rng, "what is 17 + 20 * 5")) == list("17205")
-
-
 @pytest.mark.nightly
 def test_questions_are_fresh() -> None:
     """No question of the table, not even without case and punctuation, is one that training has seen."""
@@ -94,21 +85,6 @@ def test_questions_are_fresh() -> None:
     seen = {plain(question) for question in {turn.question for c in rounds for turn in c.turns}}
     assert len(QUESTIONS) >= QUESTIONS_MIN
     assert [question.text for question in QUESTIONS if plain(question.text) in seen] == []
-
-
-def test_facts_are_unambiguous() -> None:
-    assert len(facts.CAPITALS) > 150
-    assert set(facts.ALIASES.values()) <= set(facts.CAPITALS)
-    assert set(facts.FAMILIAR) <= set(facts.CAPITALS)
-    assert not set(facts.UNKNOWN_PLACES) & (set(facts.CAPITALS) | set(facts.ALIASES))
-    assert not set(facts.UNKNOWN_CITIES) & set(facts.CAPITALS.values())
-    shared_by_several = {city for city, n in Counter(facts.CAPITALS.values()).items() if n > 1}
-    assert shared_by_several == {"London"}
-
-
-def test_names_lead_to_one_concept_and_subjects_to_one_story() -> None:
-    for groups in ([c.names + c.questions for c in CONCEPTS], [s.subjects for s in STORIES]):
-        assert [name for name, n in Counter(sum(groups, ())).items() if n > 1] == []
 
 
 # ------------------------------------------------------------------------------------- files

@@ -55,16 +55,33 @@ def check_flash(q: Tensor, k: Tensor, v: Tensor, table: Tensor, *numbers: Tensor
 
 
 def flash_rows(
-    q: Tensor, k: Tensor, v: Tensor, table: Tensor, starts: list[int], lengths: list[int], **how: Any
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    table: Tensor,
+    starts: list[int],
+    lengths: list[int],
+    *,
+    softmax_scale: float,
+    causal: bool,
+    window_size: tuple[int, int],
 ) -> Tensor:
-    scale, causal, (left, right) = how["softmax_scale"], how["causal"], how["window_size"]
+    left, right = window_size
     assert right in (-1, 0)
     found = []
     for row, length in enumerate(lengths):
         own = q[starts[row] : starts[row + 1]]
         keys, values = own_tokens(k, table[row], length), own_tokens(v, table[row], length)
-        found.append(attend(own, keys, values, scale or q.shape[-1] ** -0.5, left, causal))
+        found.append(attend(own, keys, values, softmax_scale, left, causal))
     return torch.cat(found)
+
+
+def flash_batch(q: Tensor, k: Tensor, v: Tensor, table: Tensor, lengths: Tensor, **how: Any) -> Tensor:
+    """q [R, t, H, D]"""
+    rows, tokens = q.shape[:2]
+    assert len(table) == len(lengths) == rows
+    starts = [row * tokens for row in range(rows + 1)]
+    return flash_rows(q.flatten(0, 1), k, v, table, starts, lengths.tolist(), **how).view_as(q)
 
 
 class FlashAttn2:
@@ -79,52 +96,23 @@ class FlashAttn2:
         cu_seqlens_k: Tensor,
         max_seqlen_q: int,
         max_seqlen_k: int,
-        dropout_p: float = 0.0,
-        softmax_scale: float | None = None,
-        causal: bool = False,
-        window_size: tuple[int, int] = (-1, -1),
-        softcap: float = 0.0,
-        alibi_slopes: Tensor | None = None,
-        deterministic: bool = False,
-        return_attn_probs: bool = False,
-        block_table: Tensor | None = None,
+        *,
+        block_table: Tensor,
+        **how: Any,
     ) -> Tensor:
-        assert block_table is not None
         check_flash(q, k, v, block_table, cu_seqlens_q, cu_seqlens_k, multiple=256)
         assert len(cu_seqlens_q) == len(cu_seqlens_k) == len(block_table) + 1
         assert max_seqlen_q == cu_seqlens_q.diff().max()
         assert max_seqlen_k == cu_seqlens_k.diff().max()
-        how = {"softmax_scale": softmax_scale, "causal": causal, "window_size": window_size}
         lengths = cu_seqlens_k.diff().tolist()
         return flash_rows(q, k, v, block_table, cu_seqlens_q.tolist(), lengths, **how)
 
     @staticmethod
     def flash_attn_with_kvcache(
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        k: Tensor | None = None,
-        v: Tensor | None = None,
-        rotary_cos: Tensor | None = None,
-        rotary_sin: Tensor | None = None,
-        cache_seqlens: Tensor | None = None,
-        cache_batch_idx: Tensor | None = None,
-        cache_leftpad: Tensor | None = None,
-        block_table: Tensor | None = None,
-        softmax_scale: float | None = None,
-        causal: bool = False,
-        window_size: tuple[int, int] = (-1, -1),
-        softcap: float = 0.0,
-        rotary_interleaved: bool = True,
-        alibi_slopes: Tensor | None = None,
-        num_splits: int = 0,
-        return_softmax_lse: bool = False,
+        q: Tensor, k: Tensor, v: Tensor, *, cache_seqlens: Tensor, block_table: Tensor, **how: Any
     ) -> Tensor:
-        assert cache_seqlens is not None
-        assert block_table is not None
-        check_flash(q, k_cache, v_cache, block_table, cache_seqlens, multiple=256)
-        how = {"softmax_scale": softmax_scale, "causal": causal, "window_size": window_size}
-        return flash_batch(q, k_cache, v_cache, block_table, cache_seqlens, **how)
+        check_flash(q, k, v, block_table, cache_seqlens, multiple=256)
+        return flash_batch(q, k, v, block_table, cache_seqlens, **how)
 
 
 class FlashAttn3:
@@ -133,55 +121,22 @@ class FlashAttn3:
     @staticmethod
     def flash_attn_with_kvcache(
         q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        k: Tensor | None = None,
-        v: Tensor | None = None,
-        qv: Tensor | None = None,
-        rotary_cos: Tensor | None = None,
-        rotary_sin: Tensor | None = None,
-        cache_seqlens: Tensor | None = None,
-        cache_batch_idx: Tensor | None = None,
-        cache_leftpad: Tensor | None = None,
-        page_table: Tensor | None = None,
+        k: Tensor,
+        v: Tensor,
+        *,
+        cache_seqlens: Tensor,
+        page_table: Tensor,
         cu_seqlens_q: Tensor | None = None,
-        cu_seqlens_k_new: Tensor | None = None,
         max_seqlen_q: int | None = None,
-        rotary_seqlens: Tensor | None = None,
-        q_descale: Tensor | None = None,
-        k_descale: Tensor | None = None,
-        v_descale: Tensor | None = None,
-        softmax_scale: float | None = None,
-        causal: bool = False,
-        window_size: tuple[int, int] = (-1, -1),
-        attention_chunk: int = 0,
-        softcap: float = 0.0,
-        rotary_interleaved: bool = True,
-        scheduler_metadata: Tensor | None = None,
-        num_splits: int = 0,
-        pack_gqa: bool | None = None,
-        sm_margin: int = 0,
-        return_softmax_lse: bool = False,
+        **how: Any,
     ) -> Tensor:
-        assert cache_seqlens is not None
-        assert page_table is not None
-        how = {"softmax_scale": softmax_scale, "causal": causal, "window_size": window_size}
         if cu_seqlens_q is None:
-            check_flash(q, k_cache, v_cache, page_table, cache_seqlens, multiple=1)
-            return flash_batch(q, k_cache, v_cache, page_table, cache_seqlens, **how)
-        check_flash(q, k_cache, v_cache, page_table, cache_seqlens, cu_seqlens_q, multiple=1)
+            check_flash(q, k, v, page_table, cache_seqlens, multiple=1)
+            return flash_batch(q, k, v, page_table, cache_seqlens, **how)
+        check_flash(q, k, v, page_table, cache_seqlens, cu_seqlens_q, multiple=1)
         assert max_seqlen_q == cu_seqlens_q.diff().max(), "max_seqlen_q must be provided with cu_seqlens_q"
         assert len(cu_seqlens_q) == len(page_table) + 1 == len(cache_seqlens) + 1
-        starts, lengths = cu_seqlens_q.tolist(), cache_seqlens.tolist()
-        return flash_rows(q, k_cache, v_cache, page_table, starts, lengths, **how)
-
-
-def flash_batch(q: Tensor, k: Tensor, v: Tensor, table: Tensor, lengths: Tensor, **how: Any) -> Tensor:
-    """q [R, t, H, D]"""
-    rows, tokens = q.shape[:2]
-    assert len(table) == len(lengths) == rows
-    starts = [row * tokens for row in range(rows + 1)]
-    return flash_rows(q.flatten(0, 1), k, v, table, starts, lengths.tolist(), **how).view_as(q)
+        return flash_rows(q, k, v, page_table, cu_seqlens_q.tolist(), cache_seqlens.tolist(), **how)
 
 
 class _PagedWrapper:
@@ -191,10 +146,23 @@ class _PagedWrapper:
         assert float_workspace_buffer.dtype == torch.uint8
         assert len(float_workspace_buffer) >= 128 << 20
         assert kv_layout == "HND"
-        self.planned: dict[str, Any] = {}
         self.indptr: Tensor = torch.empty(0)
         self.indices: Tensor = torch.empty(0)
         self.last_page_len: Tensor = torch.empty(0)
+
+    def remember(
+        self,
+        sizes: tuple[int, ...],
+        *,
+        causal: bool,
+        sm_scale: float,
+        window_left: int,
+        q_data_type: torch.dtype,
+        kv_data_type: torch.dtype,
+    ) -> None:
+        """`sizes`: query heads, key heads, the size of a head, tokens of a page."""
+        self.sizes, self.types = sizes, (q_data_type, kv_data_type)
+        self.how = sm_scale, window_left, causal
 
     def keep(self, page_size: int, indptr: Tensor, indices: Tensor, last_page_len: Tensor) -> None:
         assert indptr.dtype == indices.dtype == last_page_len.dtype == torch.int32
@@ -207,11 +175,10 @@ class _PagedWrapper:
     def compute(
         self, q: Tensor, kv: tuple[Tensor, Tensor], starts: list[int], k_scale: float, v_scale: float
     ) -> Tensor:
-        planned = self.planned
-        assert q.dtype == planned["q_data_type"], "what was planned for"
         keys, values = kv
-        assert keys.dtype == values.dtype == planned["kv_data_type"]
-        heads, kv_heads, head_dim, page_size = planned["sizes"]
+        assert (q.dtype, keys.dtype) == self.types, "what was planned for"
+        assert values.dtype == keys.dtype
+        heads, kv_heads, head_dim, page_size = self.sizes
         assert q.shape[1:] == (heads, head_dim)
         assert keys.shape[1:] == values.shape[1:] == (kv_heads, page_size, head_dim)
         found = []
@@ -220,8 +187,7 @@ class _PagedWrapper:
             length = (len(table) - 1) * page_size + last
             k = own_tokens(keys.transpose(1, 2), table, length).double() * k_scale
             v = own_tokens(values.transpose(1, 2), table, length).double() * v_scale
-            own = q[starts[row] : starts[row + 1]]
-            found.append(attend(own, k, v, planned["sm_scale"], planned["window_left"], planned["causal"]))
+            found.append(attend(q[starts[row] : starts[row + 1]], k, v, *self.how))
         return torch.cat(found)
 
 
@@ -232,51 +198,20 @@ class BatchPrefillWithPagedKVCacheWrapper(_PagedWrapper):
         paged_kv_indptr: Tensor,
         paged_kv_indices: Tensor,
         paged_kv_last_page_len: Tensor,
-        num_qo_heads: int,
-        num_kv_heads: int,
-        head_dim_qk: int,
-        page_size: int,
-        head_dim_vo: int | None = None,
-        custom_mask: Tensor | None = None,
-        packed_custom_mask: Tensor | None = None,
-        causal: bool = False,
-        pos_encoding_mode: str = "NONE",
-        use_fp16_qk_reduction: bool = False,
-        sm_scale: float | None = None,
-        window_left: int = -1,
-        logits_soft_cap: float | None = None,
-        rope_scale: float | None = None,
-        rope_theta: float | None = None,
-        q_data_type: torch.dtype | str = "float16",
-        kv_data_type: torch.dtype | None = None,
-        o_data_type: torch.dtype | None = None,
-        non_blocking: bool = True,
+        *sizes: int,
+        causal: bool,
+        **how: Any,
     ) -> None:
         assert qo_indptr.dtype == torch.int32
-        self.keep(page_size, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len)
+        self.remember(sizes, causal=causal, **how)
+        self.keep(sizes[3], paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len)
         self.qo_indptr = qo_indptr.clone()
-        sizes = num_qo_heads, num_kv_heads, head_dim_qk, page_size
-        self.planned = {
-            "sizes": sizes,
-            "causal": causal,
-            "sm_scale": sm_scale or head_dim_qk**-0.5,
-            "window_left": window_left,
-            "q_data_type": q_data_type,
-            "kv_data_type": kv_data_type or q_data_type,
-        }
 
     def run(
-        self,
-        q: Tensor,
-        paged_kv_cache: tuple[Tensor, Tensor],
-        *args: object,
-        q_scale: float | None = None,
-        k_scale: float | None = None,
-        v_scale: float | None = None,
-        out: Tensor | None = None,
+        self, q: Tensor, paged_kv_cache: tuple[Tensor, Tensor], *, k_scale: float, v_scale: float
     ) -> Tensor:
         assert len(q) == self.qo_indptr[-1]
-        return self.compute(q, paged_kv_cache, self.qo_indptr.tolist(), k_scale or 1.0, v_scale or 1.0)
+        return self.compute(q, paged_kv_cache, self.qo_indptr.tolist(), k_scale, v_scale)
 
 
 class BatchDecodeWithPagedKVCacheWrapper(_PagedWrapper):
@@ -289,7 +224,6 @@ class BatchDecodeWithPagedKVCacheWrapper(_PagedWrapper):
         paged_kv_indptr_buffer: Tensor | None = None,
         paged_kv_indices_buffer: Tensor | None = None,
         paged_kv_last_page_len_buffer: Tensor | None = None,
-        backend: str = "auto",
     ) -> None:
         super().__init__(float_workspace_buffer, kv_layout)
         self.use_cuda_graph = use_cuda_graph
@@ -316,48 +250,17 @@ class BatchDecodeWithPagedKVCacheWrapper(_PagedWrapper):
         buffers[2].copy_(last_page_len)
         self.indptr, self.indices, self.last_page_len = buffers
 
-    def plan(
-        self,
-        indptr: Tensor,
-        indices: Tensor,
-        last_page_len: Tensor,
-        num_qo_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        page_size: int,
-        *,
-        pos_encoding_mode: str = "NONE",
-        window_left: int = -1,
-        logits_soft_cap: float | None = None,
-        q_data_type: torch.dtype | str = "float16",
-        kv_data_type: torch.dtype | None = None,
-        sm_scale: float | None = None,
-        non_blocking: bool = True,
-    ) -> None:
-        group = num_qo_heads // num_kv_heads
+    def plan(self, indptr: Tensor, indices: Tensor, last_page_len: Tensor, *sizes: int, **how: Any) -> None:
+        group = sizes[0] // sizes[1]
         assert self.use_tensor_cores or group in (1, 2, 3, 4, 6, 8), f"Unsupported group_size: {group}"
-        self.keep(page_size, indptr, indices, last_page_len)
-        self.planned = {
-            "sizes": (num_qo_heads, num_kv_heads, head_dim, page_size),
-            "causal": False,
-            "sm_scale": sm_scale or head_dim**-0.5,
-            "window_left": window_left,
-            "q_data_type": q_data_type,
-            "kv_data_type": kv_data_type or q_data_type,
-        }
+        self.remember(sizes, causal=False, **how)
+        self.keep(sizes[3], indptr, indices, last_page_len)
 
     def run(
-        self,
-        q: Tensor,
-        paged_kv_cache: tuple[Tensor, Tensor],
-        *args: object,
-        q_scale: float | None = None,
-        k_scale: float | None = None,
-        v_scale: float | None = None,
-        out: Tensor | None = None,
+        self, q: Tensor, paged_kv_cache: tuple[Tensor, Tensor], *, k_scale: float, v_scale: float
     ) -> Tensor:
         assert len(q) == len(self.last_page_len)
-        return self.compute(q, paged_kv_cache, list(range(len(q) + 1)), k_scale or 1.0, v_scale or 1.0)
+        return self.compute(q, paged_kv_cache, list(range(len(q) + 1)), k_scale, v_scale)
 
 
 def trtllm_batch_decode_with_kv_cache(
@@ -370,15 +273,7 @@ def trtllm_batch_decode_with_kv_cache(
     bmm1_scale: float = 1.0,
     bmm2_scale: float = 1.0,
     window_left: int = -1,
-    out: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-    o_sf_scale: float | None = None,
-    o_sf_vec_size: int | None = None,
-    sinks: Tensor | None = None,
     kv_layout: str = "HND",
-    enable_pdl: bool | None = None,
-    backend: str = "auto",
-    q_len_per_req: int | None = 1,
 ) -> Tensor:
     keys, values = kv_cache
     assert kv_layout == "HND"

@@ -1,14 +1,21 @@
-"""Budgets of calendar days and months, and limits of models: what each store does."""
+"""Budgets of calendar days and months, and limits of models: what each store does; and the calendar
+itself, against the standard library's."""
 
 from __future__ import annotations
 
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Final
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from gateway.admission import quota
 from gateway.admission.memory_store import MemoryStore
 from gateway.admission.quota import (
     BUSY_RETRY_MS,
+    DAY_MS,
     LEASE_TTL_MS,
     Account,
     Meter,
@@ -19,13 +26,18 @@ from gateway.admission.quota import (
     Window,
     Windows,
     charge,
+    day_end_ms,
+    day_of,
     decide,
+    month_end_ms,
+    month_of,
 )
 from gateway.admission.usage import Used
 from gateway.config.quotas import BUDGET_MAX, QuotaLimits
 from shared.wire.ids import TenantId
 from tests.fakes import VirtualClock
 from tests.gateway.admission.quota_calls import Both, of_limits, remaining, rid, subject, take
+from tests.gateway.redis_server import RedisServer
 
 # -- budgets of a day and of a month --------------------------------------------------------------
 
@@ -197,3 +209,92 @@ async def test_a_models_limit_counts_all_tenants_together(clock_and_store: Both)
     assert (await store.reserve(rid("d"), [model], 5, 5)).refusal is not None
     clock.advance(LEASE_TTL_MS / 1000)  # both gateways died, and neither tenant calls again
     assert (await store.reserve(rid("d2"), [model], 5, 5)).refusal is None
+
+
+EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
+LUA: Final = (Path(quota.__file__).parent / "quota.lua").read_text()
+MOMENTS: Final = st.integers(0, 4_102_444_800_000)  # until 2100
+
+
+def at(ms: int) -> datetime:
+    return EPOCH + timedelta(milliseconds=ms)
+
+
+@given(MOMENTS)
+def test_a_period_ends_where_the_calendar_says(ms: int) -> None:
+    moment = at(ms)
+    midnight = moment.replace(hour=0, minute=0, second=0, microsecond=0)
+    assert at(day_end_ms(ms)) == midnight + timedelta(days=1)
+    assert at(month_end_ms(ms)) == (midnight.replace(day=1) + timedelta(days=31)).replace(day=1)
+
+
+def test_days_and_months_are_counted_without_a_gap_or_a_repetition() -> None:
+    """Every day from 1970 to 2105, over leap years and 2100, which is none."""
+    month = month_of(0)
+    for day in range(1, 49_500):
+        ms = day * DAY_MS
+        month += at(ms).day == 1
+        assert (day_of(ms), day_of(ms - 1), month_of(ms)) == (day, day - 1, month)
+
+
+def test_redis_counts_the_same_months(redis: RedisServer) -> None:
+    begin, end = LUA.index("local function day_of"), LUA.index("local function parse")
+    script = f"local DAY_MS = 86400000\n{LUA[begin:end]}\nlocal found = {{}}\n" + (
+        "for day = 0, 49499 do found[#found + 1] = month_of(day * DAY_MS + 5) end return found"
+    )
+    assert redis.admin.eval(script, 0) == [month_of(day * DAY_MS) for day in range(49_500)]
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        QuotaLimits(requests_per_min=1),
+        QuotaLimits(tokens_per_min=100),
+        QuotaLimits(token_budget=100),
+        QuotaLimits(tokens_per_day=100),
+        QuotaLimits(tokens_per_month=100),
+    ],
+)
+async def test_a_call_without_a_limit_leaves_what_was_counted_by_it(
+    clock_and_store: Both, limits: QuotaLimits
+) -> None:
+    """The limit is set while a request runs, or somebody else reaches the subject without it."""
+    _, store = clock_and_store
+    limited, others = [of_limits(limits)], [subject(concurrent=9)]
+    await take(store, rid("before"), others, 70)
+    assert (await take(store, rid(1), limited, 60)).refusal is None, "what came before does not count"
+    await store.settle(rid(1), Used(completion=100))
+    await take(store, rid("beside"), others, 80)
+    await store.settle(rid("before"), Used(completion=1))
+    await store.settle(rid("beside"), Used(completion=200))
+    shown = await store.windows(limited)
+    assert all(
+        window is None or window.remaining == 0 for window in (shown.requests, shown.tokens, shown.day)
+    )
+    assert (await take(store, rid(2), limited, 1)).refusal is not None
+
+
+async def test_a_bucket_drains_on_while_calls_without_its_limit_come(clock_and_store: Both) -> None:
+    clock, store = clock_and_store
+    limited, others = [subject(requests_per_min=2, tokens_per_min=100)], [subject(tokens_per_min=100)]
+    for i in range(2):
+        assert (await take(store, rid(i), limited, 50)).refusal is None
+    for second in range(29):
+        clock.advance(1)
+        await take(store, rid(f"other {second}"), others, 1)
+    refusal = (await take(store, rid(3), limited, 0)).refusal
+    assert refusal == Refusal(Meter.REQUESTS, Scope.KEY, 2, 1_000)
+    clock.advance(1)
+    assert (await take(store, rid(4), limited, 0)).refusal is None
+    refusal = (await take(store, rid(5), limited, 0)).refusal
+    assert refusal == Refusal(Meter.REQUESTS, Scope.KEY, 2, 30_000), "and no faster"
+
+
+async def test_a_days_budget_ends_with_its_day_whoever_calls(clock_and_store: Both) -> None:
+    clock, store = clock_and_store
+    limited, others = [subject(tokens_per_day=100, tokens_per_month=1000)], [subject(concurrent=9)]
+    assert (await take(store, rid(1), limited, 100)).refusal is None
+    clock.advance(86_400)
+    await take(store, rid(2), others, 1)
+    windows = await store.windows(limited)
+    assert (remaining(windows.day), remaining(windows.month)) == (100, 900)

@@ -1,8 +1,7 @@
-"""The bench of the public listener: what it measures, and its statistics."""
+"""The benches of the public listener and of faults: what they measure, and their statistics."""
 
 from __future__ import annotations
 
-import argparse
 import random
 from dataclasses import replace
 from http import HTTPStatus
@@ -11,20 +10,11 @@ import pytest
 
 from tests.bench.client import TimedRequest
 from tests.bench.figures import Figure
-from tests.bench.gateway import edge, revoking, rotation
+from tests.bench.gateway import edge, faults, revoking, rotation
 from tests.bench.gateway.mutations import mutations
 from tests.bench.gateway.revoking import Took
 from tests.bench.gateway.rotation import IN_HASTE, IN_TURN, KEYS, Asked, Plan
 from tests.bench.gateway.subjects import gateway, paced_engine
-
-
-@pytest.mark.nightly
-async def test_refusals_are_measured_on_a_gateway_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(edge, "LARGE", edge.AT_ONCE)
-    options = argparse.Namespace(rows=["large", "json", "keys"], samples=500)
-    figures = {figure.name: figure for figure in await edge.run(options)}
-    assert len(figures) == 1 + len(edge.HOSTILE) + 1 + 4 + 2
-    assert all(figure.value is not None and figure.value >= 0 for figure in figures.values())
 
 
 @pytest.mark.nightly
@@ -74,16 +64,19 @@ def test_false_refusals_are_told_from_other_failures() -> None:
     assert figures["rotation: p99, beside / alone"] == 2
 
 
-@pytest.mark.nightly
-async def test_a_key_is_created_and_revoked_through_another_process() -> None:
-    async with paced_engine(20.0) as engine:
-        figures = by_name(await revoking.revoking(engine, changes=1))
-    assert len(figures) == 4
-    assert figures["revoking: streams that ended with key_revoked"] == 1
-
-
 def test_the_longest_of_all_times_counts_and_a_stream_without_a_reason_is_found() -> None:
     took = [Took(0.1, 2.0, 0.3, is_named=True), Took(1.0, 0.2, 6.0, is_named=False)]
     figures = revoking.figures_of(took)
     assert [figure.value for figure in figures] == [1.0, 2.0, 6.0, 0.5]
     assert [figure.ok for figure in figures] == [True, True, False, False]
+
+
+def test_the_time_to_recover_is_when_slow_first_events_end() -> None:
+    before = [(-i / 100, 0.05) for i in range(1, 300)]
+    well = [(i / 100, 0.06) for i in range(900)]
+    assert faults.recovered_s([*before, *well]) == 0.0
+    slow = [(i / 100, 3.0 if i < 150 else 0.06) for i in range(900)]
+    assert faults.recovered_s([*before, *slow]) == pytest.approx(1.5)
+    never = [(i / 100, 3.0) for i in range(900)]
+    assert faults.recovered_s([*before, *never]) >= 8.5
+    assert faults.recovered_s(slow) == pytest.approx(1.5), "a fault from the beginning on"

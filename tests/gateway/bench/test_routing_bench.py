@@ -6,13 +6,9 @@ from dataclasses import replace
 from itertools import pairwise
 from random import Random
 
-import pytest
-
 from gateway.routing import policy
-from gateway.routing.maglev import Table
-from gateway.routing.policy import ReplicaChoice, RouteReason, View, nowhere
+from gateway.routing.policy import ReplicaChoice, RouteReason, View
 from shared.wire.load_report import DEFAULT, LoadReport
-from tests.bench.gateway import routing, routing_live
 from tests.bench.gateway.routing_live import Seen, figures_of
 from tests.bench.gateway.routing_rules import BLIND, RULES
 from tests.bench.gateway.routing_world import (
@@ -70,14 +66,6 @@ def test_one_key_for_all_conversations_would_leave_none_at_home() -> None:
     assert 3 * own.p99_ms < named.p99_ms
 
 
-@pytest.mark.parametrize("rule", sorted(RULES))
-def test_a_run_can_be_repeated(rule: str) -> None:
-    assert AGENTS.agents is not None
-    few = replace(AGENTS.agents, sessions=2, sub_every=3, style=replace(AGENTS.agents.style, turns=8))
-    traffic = replace(AGENTS, conversations=20, agents=few)
-    assert result(rule, traffic) == result(rule, traffic)
-
-
 def test_all_that_is_possible_is_cached_where_one_replica_forgets_nothing() -> None:
     traffic = replace(AGENTS, replicas=1, conversations=60, cache_tokens=1 << 40)
     seen = simulate(traffic, RULES["round robin"](), 1).by_style
@@ -108,18 +96,6 @@ def test_a_replica_that_restarts_takes_nothing_and_has_forgotten_all() -> None:
         fleet.start(0)
         assert (fleet.held[0], len(fleet.caches[0])) == (0, 0)
         assert all(0 not in holders for holders in fleet.holders.values())
-
-
-def test_a_replica_that_joins_and_a_hot_prefix_are_looked_at() -> None:
-    for change in (replace(SMALL, joins_ms=2_000), replace(SMALL, hot_ms=2_000)):
-        herd = result("own", replace(change, turns=12)).herd
-        assert herd is not None
-        assert 0 < herd < 10
-
-
-def test_what_is_forgotten_is_nowhere_found() -> None:
-    traffic = replace(SMALL, cache_tokens=8_000, conversations=60)
-    assert result("index", traffic).cached_share < result("index").cached_share
 
 
 def test_what_a_worker_knows_is_what_its_views_would_tell() -> None:
@@ -159,23 +135,7 @@ def test_a_new_replica_is_believed_little_by_little_here_too() -> None:
     assert seen[2] == 0
 
 
-def test_the_worlds_are_told_apart() -> None:
-    worlds = [*routing.JUDGED, *routing.BESIDE]
-    assert len({traffic.name for traffic in worlds}) == len(worlds)
-    assert {judged.rule for rows in routing.JUDGED.values() for judged in rows} <= set(RULES)
-    assert {rule for rules in routing.BESIDE.values() for rule in rules} <= set(RULES)
-
-
 # -- live -----------------------------------------------------------------------------------------
-
-
-def test_the_live_rules_choose_only_what_is_usable() -> None:
-    table = Table(["a", "b", "c"])
-    for name, expected in (("round robin", [0, 2, 0, 2]), ("least load", [2, 2, 2, 2])):
-        rule = routing_live.RULES[name]()
-        chosen = [rule(table, [5, 0, 3], nowhere(), None, [True, False, True]) for _ in range(4)]
-        assert [one.replica for one in chosen if one is not None] == expected
-        assert rule(table, [5, 0, 3], nowhere(), None, [False] * 3) is None
 
 
 def test_the_live_targets_come_from_a_perfect_placement() -> None:

@@ -91,13 +91,3 @@ def test_many_networks_that_fail_have_one_guess_each_and_lock_nobody_else_out() 
         attempts.failed(str(number), 0.0)
     assert len(attempts._by_network) == NETWORKS_MAX
     assert attempts.wait_s("operator", 1.0) == 0.0
-
-
-def test_a_login_that_succeeds_does_not_count() -> None:
-    attempts = Attempts()
-    for _ in range(2 * FAILURES_MAX):
-        assert attempts.wait_s("a", 0.0) == 0.0
-        attempts.failed("a", 0.0)
-        attempts.succeeded("a")
-    attempts.succeeded("never seen")
-    assert attempts.wait_s("a", 0.0) == 0.0

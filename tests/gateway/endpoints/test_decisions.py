@@ -141,12 +141,6 @@ async def test_tokens_are_reserved_before_they_are_computed(open_house: Open) ->
             "questions[0].choices",
             "invalid_value",
         ),
-        ({"questions": []}, "questions", "invalid_value"),
-        (
-            {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
-            "input[0].content[0]",
-            "unsupported_parameter",
-        ),
     ],
 )
 async def test_what_cannot_be_decided_is_named_before_anything_is_sent(

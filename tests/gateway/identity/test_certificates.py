@@ -1,4 +1,5 @@
-"""The names in client certificates, and in the entries that they fit: their forms and spellings."""
+"""The names in client certificates, and in the entries that they fit: their forms and spellings; and
+files of revocation lists."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import trustme
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
@@ -25,14 +27,16 @@ from gateway.directory.accounts import AccountsReader
 from gateway.identity import certificates
 from gateway.identity.caller import Caller, Principal
 from gateway.identity.callers import callers_of
-from gateway.identity.certificates import CertificateTable
+from gateway.identity.certificates import CRL_LEN_MAX, CertificateTable, revoked_in
 from gateway.identity.jwks import KeySources
 from shared.process import logs
 from shared.process.setting_values import ConfigError, to_toml
 from shared.process.shield import Done
+from shared.process.tls import UnusableTls
 from shared.wire.errors import Unauthenticated
 from tests.fakes import VirtualClock
 from tests.gateway.conftest import settings
+from tests.gateway.listen.test_public_tls import Pki
 
 DAY = timedelta(days=1)
 MTLS = {"tls": {"cert": "a", "key": "b", "client_certificates": "optional", "client_ca": "c"}}
@@ -293,3 +297,44 @@ def test_a_subject_may_have_longer_values_than_the_standard_allows() -> None:
     name = x509.Name([x509.NameAttribute(oid, value, _validate=False) for oid, value in values])
     table = CertificateTable([CertificateConfig("by", "acme", subject=name.rfc4514_string())], frozenset)
     assert table.check(with_names(subject=name), 0) is not None
+
+
+@pytest.fixture
+def pki(tmp_path: Path) -> Pki:
+    return Pki(tmp_path)
+
+
+def test_a_list_names_whom_its_authority_revokes(pki: Pki) -> None:
+    pki.revoke(pki.clients.issue_cert("a.example"), pki.clients.issue_cert("b.example"))
+    assert len(revoked_in(pki.path("clients.crl"), pki.path("clients.ca"))) == 2
+
+
+@pytest.mark.parametrize(
+    ("data", "told"),
+    [
+        (b"x" * (CRL_LEN_MAX + 1), "larger than"),
+        (b"no list", "holds no revocation list"),
+        (b"-----BEGIN X509 CRL-----\nAAAA\n-----END X509 CRL-----\n", "cannot use"),
+        (None, "No such file"),
+    ],
+    ids=["large", "empty", "broken", "missing"],
+)
+def test_a_file_that_is_no_list_is_told(pki: Pki, data: bytes | None, told: str) -> None:
+    path = Path(pki.path("clients.crl"))
+    path.unlink()
+    if data is not None:
+        path.write_bytes(data)
+    with pytest.raises(UnusableTls, match=told):
+        revoked_in(str(path), pki.path("clients.ca"))
+
+
+def test_a_list_of_another_authority_or_by_another_key_is_refused(pki: Pki) -> None:
+    other = trustme.CA(organization_name="Clients")
+    pki.revoke(signer=other)
+    with pytest.raises(UnusableTls, match="no authority"):
+        revoked_in(pki.path("clients.crl"), pki.path("clients.ca"))
+    pki.revoke()
+    pki.trust_clients_of(trustme.CA(organization_name="Others"))
+    subject = x509.load_pem_x509_certificate(pki.clients.cert_pem.bytes()).subject.rfc4514_string()
+    with pytest.raises(UnusableTls, match=subject.split(",", maxsplit=1)[0].replace("+", r"\+")):
+        revoked_in(pki.path("clients.crl"), pki.path("clients.ca"))

@@ -1,4 +1,5 @@
-"""The edge around the pipeline: probes, metrics, the drain, bounds of connections, and what is not logged."""
+"""The edge around the pipeline: probes, metrics, the drain, bounds of connections, what is not logged, and
+engines that shut down while requests come."""
 
 from __future__ import annotations
 
@@ -26,12 +27,17 @@ from gateway.routing.members import DrainCause
 from shared.process.clock import SYSTEM_CLOCK
 from shared.wire.errors import ApiError
 from shared.wire.http import ClientGone
-from tests.gateway.conftest import CHAT, KEY, PATIENCE_S, House, Open, error_of, until
+from tests.gateway.conftest import CHAT, CONVERSATIONS, KEY, PATIENCE_S, House, Open, error_of, until
 from tests.gateway.fake_engine import (
+    FakeEngine,
+    Script,
+    Seen,
+    byte_bundle,
     chunk,
     stream,
     unary,
 )
+from tests.uncollected import uncollected
 
 DONE = b"data: [DONE]\n\n"
 
@@ -371,3 +377,66 @@ async def test_when_a_caller_without_a_socket_is_gone_its_answer_is_ended(house:
         await asking
     assert (await house.line())["end_reason"] == "client_cancel"
     await house.at_rest()
+
+
+@pytest.fixture
+def protocol() -> str:
+    return "http2"
+
+
+async def test_a_drain_of_the_only_engine_is_503_with_retry_after(house: House) -> None:
+    """Streams that run are finished; new requests are refused, with when to come back."""
+    go_on = asyncio.Event()
+
+    def script(seen: Seen) -> Script:
+        return stream(chunk("a"), go_on, chunk("b")) if seen is house.engine.seen[0] else stream(chunk("c"))
+
+    house.engine.script = script
+    async with asyncio.timeout(PATIENCE_S), house.chat(stream=True) as running:
+        await running.content.readuntil(b"\n\n")
+        house.engine.drain()
+        while True:
+            async with house.chat(stream=True) as late:
+                if late.status == 200:
+                    continue
+                assert late.status == 503
+                assert late.headers["retry-after"] == "1"
+                assert late.headers["x-should-retry"] == "true"
+                assert (await late.json())["error"]["code"] == "not_ready"
+                break
+        go_on.set()
+        assert (await running.read()).endswith(b"data: [DONE]\n\n")
+    lines = await house.lines(len(house.engine.seen) + 1)
+    [refused] = [line for line in lines if line["status"] == 503]
+    assert refused["end_reason"] == "refused"
+    assert refused["settled_tokens"] == 0
+    await house.at_rest()
+
+
+async def test_requests_to_a_draining_engine_are_retried_on_another(open_house: Open) -> None:
+    async with FakeEngine(bundle=byte_bundle()) as other:
+        house: House = await open_house(other.url)
+        house.engine.drain()
+        async with asyncio.timeout(PATIENCE_S):
+            while len(other.seen) < CONVERSATIONS:
+                async with house.chat(stream=True, prompt_cache_key=f"{len(other.seen)}") as answer:
+                    assert answer.status == 200
+        lines = await house.lines(len(other.seen) + len(house.engine.seen))
+        assert any(line["attempts"] == 2 for line in lines), "the one that drains was asked first"
+        await house.at_rest()
+
+
+@pytest.mark.parametrize("protocol", ["http1", "http2"])
+async def test_a_request_retried_on_another_engine_leaks_nothing(open_house: Open) -> None:
+    """What the first engine's failure refers to goes with the request, without a garbage collection."""
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        house: House = await open_house(f"http://127.0.0.1:{nobody.getsockname()[1]}")
+        with uncollected(Exchange) as left:
+            for i in range(CONVERSATIONS):
+                async with house.chat(stream=True, prompt_cache_key=f"{i}") as answer:
+                    assert answer.status == 200
+                    await answer.read()
+            assert any(line["attempts"] == 2 for line in await house.lines(CONVERSATIONS))
+            await house.at_rest()
+            await until(lambda: not left())

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.bench.client import ApiServer, LoadConnection, TimedRequest
+from tests.bench.client import LoadConnection, TimedRequest
 
 EVENT = b'data: {"choices":[],"n":%d}\n\n'
 USAGE = (
@@ -75,8 +74,3 @@ async def test_a_refusal_is_an_error_with_its_body() -> None:
     done = await exchange([b"HTTP/1.1 429 Too Many Requests\r\ncontent-length: 4\r\n\r\nslow"])
     assert done.status == 429
     assert done.error == "HTTP 429: b'slow'"
-
-
-def test_a_url_without_a_host_is_refused() -> None:
-    with pytest.raises(ValueError, match="not a URL with a host"):
-        asyncio.run(ApiServer("nonsense").connect())

@@ -1,9 +1,9 @@
-"""What the bench of engines makes of the times that it took."""
+"""What the bench of engines makes of the times that it took, and the figures of all benches."""
 
 from __future__ import annotations
 
-import argparse
 import contextlib
+import math
 import os
 import random
 import subprocess
@@ -14,8 +14,9 @@ import pytest
 from tests.bench.client import ApiServer, TimedRequest
 from tests.bench.engine import served as engine
 from tests.bench.engine.load import BenchFailed, Load, Sample, Server, alone, token_times
-from tests.bench.engine.served import TOKENS_TARGET, add_arguments
+from tests.bench.engine.served import TOKENS_TARGET
 from tests.bench.engine.turns import ASKED_LEN, TURNS, Conversation, turns
+from tests.bench.figures import Target, at_least, at_most, exit_code, figure, quantile
 
 USAGE = b'data: {"usage":{"prompt_tokens":1,"completion_tokens":%d,"total_tokens":1}}'
 
@@ -92,8 +93,35 @@ def test_servers_are_stopped_while_it_is_not_their_turn() -> None:
         waiting.communicate(b"\n")
 
 
-def test_options_behind_the_dashes_are_the_engines() -> None:
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    options = parser.parse_args(["--streams", "1", "--", "--threads", "1"])
-    assert options.engine_options == ["--threads", "1"]
+@pytest.mark.parametrize(
+    ("target", "value", "ok"),
+    [
+        (at_most(15), 15, True),
+        (at_most(15), 15.01, False),
+        (at_least(2), 2, True),
+        (at_least(2), 1.99, False),
+    ],
+)
+def test_a_target_is_met_at_its_bound(target: Target, value: float, ok: bool) -> None:
+    assert figure("f", value, "us", target).ok is ok
+
+
+def test_only_a_figure_that_falls_short_fails_the_check() -> None:
+    good, told, short = (
+        figure("a", 1, "ms", at_most(2)),
+        figure("b", 9, "ms"),
+        figure("c", 3, "ms", at_most(2)),
+    )
+    assert exit_code([good, told], check=True) == 0
+    assert exit_code([good, short], check=False) == 0
+    assert exit_code([good, short], check=True) == 1
+
+
+def test_nan_meets_no_target() -> None:
+    assert figure("f", math.nan, "ms", at_most(1)).ok is False
+
+
+def test_quantile_by_nearest_rank() -> None:
+    assert quantile([3, 1, 2], 0.5) == 2
+    assert quantile(range(100), 0.99) == 99
+    assert math.isnan(quantile([], 0.5))

@@ -25,10 +25,6 @@ def test_every_attack_has_a_name_of_its_own_and_every_law_has_attacks() -> None:
     assert named(ATTACKS[-1].name) is ATTACKS[-1]
 
 
-def test_every_attack_is_bounded_by_count() -> None:
-    assert [one.name for one in ATTACKS if not 1 <= one.at_once <= one.count <= 1000] == []
-
-
 def test_the_gateways_file_is_a_configuration() -> None:
     config = load(tomllib.loads(to_toml(gateway_config(["http://127.0.0.1:1"]))), {})
     assert config == gateway_config(["http://127.0.0.1:1"])

@@ -14,7 +14,7 @@ from shared.http2.connection_config import PulseConfig
 from shared.http2.connection_errors import ConnectionLost
 from tests.fakes import VirtualClock
 from tests.shared.http2.loopback import EVENTS, Silent, client, endpoints, hello, listening, serving, until
-from tests.shared.http2.test_client_timeouts import Deaf
+from tests.shared.http2.test_client import Deaf
 
 PULSE = PulseConfig(interval_s=1.0, timeout_s=3.0)
 ASKED = frames.frame(frames.PING, 0, 0, PING)

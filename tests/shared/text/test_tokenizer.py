@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import os
 import random
@@ -37,7 +36,6 @@ from tests.shared.text.chat_templates import CHATML, MISTRAL, TEMPLATES
 from tests.shared.text.toy_tokenizers import (
     BOTH,
     BYTE_LEVEL,
-    HARD,
     SENTENCEPIECE,
     SPECIALS,
     bundle_of,
@@ -376,47 +374,6 @@ def test_pieces_of_characters_are_told_apart() -> None:
 
 
 @BOTH
-@given(text=st.text(max_size=30) | st.just(HARD))
-def test_the_parts_join_to_the_whole(tokenizer: Tokenizer, text: str) -> None:
-    prompt, ids = tokenizer.encode("Say:"), tokenizer.encode(text, add_special_tokens=False)
-    whole = tokenizer.decode([*prompt, *ids])[len(tokenizer.decode(prompt)) :]
-    parts = streamed(tokenizer, prompt, ids)
-    assert "".join(parts).rstrip("\N{REPLACEMENT CHARACTER}") == whole.rstrip("\N{REPLACEMENT CHARACTER}")
-
-
-@BOTH
-def test_no_part_breaks_a_character(tokenizer: Tokenizer) -> None:
-    ids = tokenizer.encode(HARD, add_special_tokens=False)
-    for end in range(len(ids) + 1):
-        text = "".join(streamed(tokenizer, tokenizer.encode("Say:"), ids[:end]))
-        assert HARD.startswith(text.strip(" ") if end < len(ids) else text.lstrip(" "))
-        assert "\N{REPLACEMENT CHARACTER}" not in text
-
-
-@BOTH
-def test_prompts_that_end_within_a_character_leak_nothing(tokenizer: Tokenizer) -> None:
-    ids = tokenizer.encode("The secret: " + HARD, add_special_tokens=False)
-    whole = tokenizer.decode(ids)
-    assert whole.endswith(HARD)
-    for cut in range(len(ids) + 1):
-        prompt = b"".join(map(tokenizer.token_bytes, ids[:cut])).decode(errors="ignore")
-        text = "".join(streamed(tokenizer, ids[:cut], ids[cut:]))
-        rest = whole.removeprefix(prompt.removeprefix("" if whole.startswith(prompt) else " "))
-        assert text in (rest, rest.lstrip(" "))
-
-
-def test_a_token_that_ends_one_character_and_begins_another_gives_the_first() -> None:
-    spec = json.loads(byte_level().to_str())
-    next_id = len(spec["model"]["vocab"])
-    spec["model"]["vocab"] |= {"xâ": next_id, "ľĶ": next_id + 1}
-    tokenizer = Tokenizer(bundle_of(tokenizers.Tokenizer.from_str(json.dumps(spec))))
-    first, second = tokenizer.vocab_size - 2, tokenizer.vocab_size - 1
-    assert (tokenizer.token_bytes(first), tokenizer.token_bytes(second)) == (b"x\xe2", b"\x9c\x94")
-    assert streamed(tokenizer, [], [first, second]) == ["x", "✔"]
-    assert streamed(tokenizer, [*tokenizer.encode("secret "), first], [second]) == ["✔"]
-
-
-@BOTH
 def test_bytes_that_are_no_character_do_not_hold_up_the_rest(tokenizer: Tokenizer) -> None:
     start = tokenizer.encode("✔", add_special_tokens=False)[-3]
     assert tokenizer.token_bytes(start) == b"\xe2"
@@ -425,15 +382,6 @@ def test_bytes_that_are_no_character_do_not_hold_up_the_rest(tokenizer: Tokenize
     then = tokenizer.encode("The water", add_special_tokens=False)
     assert "".join(streamed(tokenizer, [], [start] * 20 + then)).endswith("The water")
     assert "".join(streamed(tokenizer, [start] * 20, then)).strip() == "The water"
-
-
-@BOTH
-def test_special_tokens_in_the_output_are_passed_over(tokenizer: Tokenizer) -> None:
-    pieces = tokenizer.encode("✔", add_special_tokens=False)[-3:]
-    ids = list(itertools.chain.from_iterable((piece, *[4] * 10, 10**6) for piece in pieces))
-    assert "".join(streamed(tokenizer, tokenizer.encode("a"), ids)) == "✔"
-    shown = "".join(streamed(tokenizer, tokenizer.encode("a"), [4], skip_special_tokens=False))
-    assert shown == "<|im_end|>"
 
 
 def test_a_byte_that_spoils_those_before_it_fails_no_stream() -> None:

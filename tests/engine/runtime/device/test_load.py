@@ -1,4 +1,5 @@
-"""Loading on a card: what it tells, what it sets aside, and what it says when there is too little."""
+"""Loading on a card: what it tells, what it sets aside, what is left for the cache, and what it
+says when there is too little."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from engine.runtime.device import device_shard as loading
 from engine.runtime.device.card import CudaCard, MemoryReading
 from engine.runtime.device.device_shard import enough_memory, largest_plans, load_on_card
 from engine.runtime.device.graphs import batch_buckets
-from engine.runtime.device.memory import MemoryProfile
+from engine.runtime.device.memory import MemoryProfile, kv_page_count
 from engine.runtime.device.slots import DeviceBatch, DeviceSlots
 from engine.runtime.setup.model_errors import DoesNotFit
 from engine.runtime.setup.runner_config import RunnerConfig
@@ -236,3 +237,43 @@ def test_the_smallest_of_everything_loads(config: RunnerConfig) -> None:
     life = driver.seat(0, [7], GREEDY)
     driver.finish([0], 1)
     assert life.output == reference_greedy(Path(config.model), [[7]], 1)[0]
+
+
+GIB = 1 << 30
+H200 = MemoryProfile(
+    total=140 * GIB,
+    free_at_start=139 * GIB,
+    weights=15 * GIB,
+    step_peak=2 * GIB,
+    outside_torch=1 * GIB,
+    graphs=1 * GIB,
+)
+PAGE = 8 << 20
+MANY = 1 << 40
+
+
+def test_what_is_left_is_for_pages() -> None:
+    assert kv_page_count(H200, 0.9, PAGE, MANY) == (126 - 19) * GIB // PAGE
+    assert kv_page_count(H200, 0.9, PAGE, useful=100) == 100
+
+
+def test_snapshots_of_states_take_what_is_of_use_and_no_more_than_the_pages() -> None:
+    assert kv_page_count(H200, 0.9, PAGE, MANY, 20 * GIB) == (126 - 19 - 20) * GIB // PAGE
+    assert kv_page_count(H200, 0.9, PAGE, MANY, 20 * GIB, 10 * GIB) == (126 - 19 - 30) * GIB // PAGE
+    left = (126 - 19) * GIB - ((126 - 19) * GIB - 4 * PAGE) // 3
+    assert kv_page_count(H200, 0.9, PAGE, MANY, 0, 200 * GIB) == left // PAGE
+    assert kv_page_count(H200, 0.9, PAGE, MANY, 200 * GIB) == (126 - 19) * GIB // 2 // PAGE
+    with pytest.raises(DoesNotFit, match="do not hold"):
+        kv_page_count(replace(H200, weights=130 * GIB), 0.9, PAGE, MANY, 20 * GIB)
+
+
+def test_others_on_the_card_are_named_with_the_setting_that_fits() -> None:
+    shared = replace(H200, free_at_start=70 * GIB)
+    with pytest.raises(DoesNotFit, match=r"only 70.00 GiB are free.*at most 0.5"):
+        kv_page_count(shared, 0.9, PAGE, MANY)
+    assert kv_page_count(shared, 0.5, PAGE, MANY) > 0
+
+
+def test_too_large_a_model_is_told_what_to_change() -> None:
+    with pytest.raises(DoesNotFit, match="raise --gpu-memory-utilization, lower --max-step-tokens"):
+        kv_page_count(replace(H200, weights=130 * GIB), 0.9, PAGE, MANY)

@@ -1,4 +1,5 @@
-"""The whole decoder of kernels in the interpreter, in the place of torch's: models, graphs, fp8."""
+"""The whole decoder of kernels in the interpreter, in the place of torch's: models, graphs, fp8,
+vectors of prompts."""
 
 from __future__ import annotations
 
@@ -29,12 +30,16 @@ from engine.runtime.step.protocols import AttentionSpec
 from engine.runtime.step.states import StateGeometry, States
 from engine.runtime.weights.checkpoint import Checkpoint, checkpoint_files
 from tests.effort import IS_WHOLE, some
+from tests.engine.embedders import KINDS, Kind, make_embedder, reference_vectors
 from tests.engine.runtime.config_oracle import BY_KERNELS, PROMPT_LEN, TOKENS, Weights, their_logprobs
 from tests.engine.runtime.config_oracle import tokens as oracle_tokens
 from tests.engine.runtime.conftest import MakeModel, load
+from tests.engine.runtime.device.card import FakeCard, load_fake
+from tests.engine.runtime.device.test_runner import SMALL
 from tests.engine.runtime.driver import Driver
 from tests.engine.runtime.kernels.tables import all_by_tiles
 from tests.engine.runtime.kernels.test_sampling import seat
+from tests.engine.runtime.test_embeddings import apart, prompts, vectors
 
 CPU = torch.device("cpu")
 
@@ -222,3 +227,16 @@ def test_torch_stores_what_the_kernel_stores(dtype: torch.dtype, clear_tails: bo
     assert torch.equal(Storing(ours, step, lambda _, q: q)(0, q, k, v), q)
     found, expected = (cache.pool.view(torch.uint8)[:, :, :3] for cache in (ours, kernel))
     assert torch.equal(found, expected)
+
+
+LENGTHS = (5, 17, 1, 30)
+
+
+@pytest.mark.parametrize("kind", some([KINDS[3], KINDS[0]], usual=1), ids=str)
+def test_each_module_and_in_chunks(tmp_path: Path, kind: Kind) -> None:
+    path, given = make_embedder("qwen3", tmp_path / "model", kind, **SMALL), prompts(5, LENGTHS)
+    runner = load_fake(path, FakeCard(), max_num_seqs=8, kv_cache_memory=1 << 20, enforce_eager=True)
+    assert runner.info.vector_len == (32 if kind is KINDS[0] else 48)
+    expected = reference_vectors(path, kind, given)
+    assert apart(vectors(runner, given), expected) < 1e-5
+    assert apart(vectors(runner, given, chunk=9, at_once=3), expected) < 1e-5

@@ -1,18 +1,20 @@
-"""The tables on the device follow the plans, and little is sent for it."""
+"""The tables on the device follow the plans, and little is sent for it: in one copy each way."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from engine.contract.messages import Plan, SamplingParams, SlotAssignment, Want
 from engine.contract.packing import Biases
 from engine.runtime.device import device_sampling
 from engine.runtime.device import slots as module
 from engine.runtime.device.slots import DeviceBatch, DeviceSlots
-from engine.runtime.device.transfer import upload
+from engine.runtime.device.transfer import ALIGNMENT, DeviceArrival, download, upload
 
 CPU = torch.device("cpu")
 PADDING_PAGE = 40
@@ -215,3 +217,34 @@ def test_masks_behind_drafts_lie_behind_those_of_all_slots(uploads: list[int]) -
     ahead = DeviceBatch.of(step, own).ahead
     assert ahead is not None
     assert ahead.masked_by.tolist() == own.masked_by
+
+
+def test_shapes_types_and_values_arrive() -> None:
+    arrays: list[NDArray[Any]] = [
+        np.array([[1, -2, 3]], np.int32),
+        np.array([], np.int64),
+        np.array([2**63 - 1, -(2**63)], np.int64),
+        np.array([[0.5], [1e-9]], np.float64),
+        np.arange(6, dtype=np.float32).reshape(2, 3).T,
+    ]
+    found = upload(arrays, CPU)
+    for array, tensor in zip(arrays, found, strict=True):
+        assert torch.equal(tensor, torch.from_numpy(array.copy()))
+        assert tensor.data_ptr() % ALIGNMENT == 0 or not len(tensor)
+    assert len({tensor.untyped_storage().data_ptr() for tensor in found}) == 1, "one copy"
+
+
+def test_every_upload_has_memory_of_its_own() -> None:
+    """What an earlier step sent is left alone by later ones."""
+    first = upload([np.array([1, 2])], CPU)[0]
+    for value in range(5):
+        upload([np.array([value, value])], CPU)
+    assert first.tolist() == [1, 2]
+
+
+def test_what_comes_back_is_a_copy() -> None:
+    on_device = torch.tensor([1, 2])
+    host, arrival = download(on_device), DeviceArrival.on(CPU)
+    on_device.zero_()
+    arrival.wait()
+    assert host.tolist() == [1, 2]
