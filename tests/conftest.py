@@ -17,7 +17,16 @@ import pytest
 import trustme
 from hypothesis import settings
 
-from tests import effort, outcomes, tracing
+ROOT = Path(__file__).parent.parent
+
+# Where Python is told to keep no bytecode, each of the hundred processes that tests start compiles all that
+# it imports: 3.2 s of CPU for torch instead of 1.4. So it is kept, though not beside the sources.
+if sys.dont_write_bytecode:
+    sys.dont_write_bytecode = False
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    sys.pycache_prefix = os.environ["PYTHONPYCACHEPREFIX"] = str(ROOT / ".pytest_cache" / "bytecode")
+
+from tests import effort, outcomes, tracing  # noqa: E402
 
 TRACING = tracing.Tracing() if tracing.VARIABLE in os.environ else None
 
@@ -27,17 +36,8 @@ from gateway.relay.tokenizer_child import checked  # noqa: E402
 from tests.line_check import SUITES  # noqa: E402
 from tests.ship import tools  # noqa: E402
 
-ROOT = Path(__file__).parent.parent
-
 # Triton chooses between its interpreter and a GPU when it is imported, and torch may import it at any time.
 os.environ["TRITON_INTERPRET"] = "1"
-
-# Where Python is told to keep no bytecode, each of the hundred processes that tests start compiles all that
-# it imports: 3.2 s of CPU for torch instead of 1.4. So it is kept, though not beside the sources.
-if sys.dont_write_bytecode:
-    sys.dont_write_bytecode = False
-    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-    sys.pycache_prefix = os.environ["PYTHONPYCACHEPREFIX"] = str(ROOT / ".pytest_cache" / "bytecode")
 
 # Every client and every gateway reads whom its machine trusts: 40 ms of CPU each time, and more than half of
 # what the gateway's tests took. Here the machine trusts one authority, of which nobody has a certificate.

@@ -77,9 +77,12 @@ class Webhook:
 
     async def send(self) -> None:
         """Post the lines as they come, until cancelled."""
-        context = self._tls.context
-        client = httpx.AsyncClient(verify=context, follow_redirects=False, trust_env=False, timeout=POST_S)
-        async with client:
+        async with httpx.AsyncClient(
+            verify=self._tls.context,
+            follow_redirects=False,
+            trust_env=False,
+            timeout=None,  # noqa: S113 -- `_post` bounds the whole
+        ) as client:
             while True:
                 try:
                     batch = await asyncio.to_thread(self._spool.next_batch)

@@ -18,9 +18,13 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
 from pathlib import Path
 from queue import SimpleQueue
+from typing import Final
 
 from tests.guards.copies import Copy, Outcome, Trial, copied, environment_of
 from tests.guards.removals import Removal, product, removals
+
+AT_ONCE: Final = (os.cpu_count() or 1) + 2
+"""Copies: tests wait for what never comes as something was taken away."""
 
 
 def main(names: Sequence[str]) -> int:
@@ -29,7 +33,7 @@ def main(names: Sequence[str]) -> int:
         print("No guard and no bound has such a name.", file=sys.stderr)
         return 2
     with ExitStack() as stack:
-        copies = [stack.enter_context(copied()) for _ in range(min(len(wanted), os.cpu_count() or 1))]
+        copies = [stack.enter_context(copied()) for _ in range(min(len(wanted), AT_ONCE))]
         if not _pass(copies[0].root, sorted({test for one in wanted for test in one.tests})):
             print("These tests fail with nothing taken away.", file=sys.stderr)
             return 1
@@ -43,7 +47,7 @@ def main(names: Sequence[str]) -> int:
 
 def _pass(copy: Path, tests: Sequence[str]) -> bool:
     """True if the tests pass."""
-    options = ["-q", "-x", "--no-header", "-p", "no:cacheprovider", "-n", str(os.cpu_count() or 1)]
+    options = ["-q", "-x", "--no-header", "-p", "no:cacheprovider", "-n", str(AT_ONCE)]
     command = [sys.executable, "-m", "pytest", *options, *tests]
     return subprocess.run(command, cwd=copy, env=environment_of(copy), check=False).returncode == 0
 

@@ -7,6 +7,7 @@ import base64
 import errno
 import hashlib
 import hmac
+import socket
 import ssl
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -148,6 +149,21 @@ async def test_a_webhook_that_fails_gets_the_same_batch_until_it_takes_it(file: 
         ids = [headers["webhook-id"] for headers, _ in receiver.posts]
         assert len(set(ids[:4])) == 1
         assert receiver.ids == ["r1"] * 4 + ["r2", "r3", "r4"]
+        sending.cancel()
+        await asyncio.wait([sending])
+        await billing.aclose()
+
+
+async def test_a_webhook_that_takes_the_lines_and_never_says_so_gets_them_again(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(webhook, "POST_S", 0.05)
+    clock = VirtualClock()
+    with socket.create_server(("127.0.0.1", 0)) as hangs:
+        config = with_webhook(file, f"http://127.0.0.1:{hangs.getsockname()[1]}/hook")
+        billing, spooled, sending = await one_line_is_sent(config, clock)
+        await until(lambda: clock.sleeping == 1)
+        assert spooled.waiting
         sending.cancel()
         await asyncio.wait([sending])
         await billing.aclose()

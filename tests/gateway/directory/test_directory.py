@@ -12,9 +12,11 @@ from typing import Any
 
 import pytest
 
+from gateway.directory import registry
 from gateway.directory.accounts import POLL_S
 from gateway.directory.registry import Registry
 from gateway.directory.rotation import OVERLAP_S_MAX
+from gateway.identity.keys import mint_key
 from shared.process import logs
 from shared.process.setting_values import ConfigError
 from shared.wire.errors import Conflict, Unauthenticated
@@ -183,6 +185,15 @@ async def test_a_change_counts_at_another_gateway_within_seconds_and_for_its_str
         assert await world.status(revoked["key"], at=1) == 401
         go_on.set()
         assert (await other.read()).endswith(b"data: [DONE]\n\n")
+
+
+async def test_a_new_key_that_draws_anothers_id_takes_nothing_from_it(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = await world.key(tenant="acme")
+    monkeypatch.setattr(registry, "mint_key", lambda env: mint_key(env, made["id"]))
+    assert (await world.ask("POST", "keys", {"tenant": "other"})).status == 409
+    assert await world.status(made["key"]) == 200
 
 
 async def test_lists_come_in_pages_in_one_order(world: World) -> None:

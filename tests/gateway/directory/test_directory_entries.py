@@ -272,6 +272,7 @@ async def test_the_file_wins_over_an_entry_of_the_same_id(world: World, own: Red
     assert (await world.ask("DELETE", "keys/k1")).code == "conflict"
     world.write(tenants=[{"id": "acme"}, {"id": "other"}, {"id": "made", "limits": {"requests_per_min": 0}}])
     assert await world.gateways[0].reload() == []
+    await follower(world).refresh()
     house = House(world.gateways[0], world.engine, world.client, world.log)
     bearer = {"authorization": f"Bearer {made['key']}"}
     async with house.client.get(f"{house.url}/v1/models", headers=bearer) as answer:
@@ -304,6 +305,11 @@ async def test_a_key_of_the_file_stands_before_that_of_the_directory_as_long_as_
     assert await world.gateways[0].reload() == []
     await follower(world).refresh()
     assert [await world.status(key) for key in (made["key"], "the file's")] == [200, 401]
+    world.write(keys=[declared])
+    assert await world.gateways[0].reload() == []
+    assert (await world.ask("DELETE", f"keys/{made['id']}", at=1)).status == 200
+    await follower(world).refresh()
+    assert await world.status("the file's") == 200
 
 
 @pytest.mark.parametrize("id_", ["a" * 12, "zz"])

@@ -206,6 +206,9 @@ async def test_a_change_that_contradicts_the_rest_of_the_file_is_refused(file: P
     with pytest.raises(ConfigError, match="live_max"):
         await mine.create_key({"tenant": "acme"}, "test")
     assert text_of(file) == broken
+    write(file, FILE.replace('"tiny"', '"another"'))
+    with pytest.raises(ConfigError, match="tiny"):
+        await mine.put_tenant("new", {"models": ["tiny"]}, "test", None)
 
 
 async def test_a_variable_that_wins_over_the_file_is_named(file: Path) -> None:

@@ -7,6 +7,7 @@ import io
 import re
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -15,7 +16,7 @@ from gateway.config.whole import KeyConfig, TenantConfig
 from gateway.directory import follower as following
 from gateway.directory import redis_directory
 from gateway.directory.accounts import POLL_S
-from gateway.directory.entries import KEYS_MAX, TENANTS_MAX, encode, etag_of, place_of
+from gateway.directory.entries import KEYS_MAX, TENANTS_MAX, Change, encode, etag_of, place_of
 from gateway.directory.follower import SLICE, Follower
 from gateway.directory.redis_directory import RawEntry
 from gateway.identity.keys import hash_key
@@ -175,6 +176,7 @@ async def test_an_empty_redis_where_there_was_a_directory_takes_no_key_away(
     assert (refused.status, refused.code) == (503, "directory_unavailable"), "it would begin another one"
     await world.open()
     assert await problems(world, at=1) == ["directory"], "one that starts now is not misled"
+    assert (await world.ask("POST", "keys", {"tenant": "acme"}, at=1)).status == 503
     assert await world.status(made["key"], at=1) == 503
     restore(own, backup)
     for number in (0, 1):
@@ -197,6 +199,7 @@ async def test_a_new_directory_is_begun_when_the_operator_says_so(world: World, 
     assert [await world.status(key) for key in (made["key"], other.body["key"])] == [200, 401], (
         "a gateway that knew the one before goes by that until it is restarted"
     )
+    assert (await world.ask("POST", "keys", {"tenant": "acme"})).status == 503
 
 
 @pytest.mark.parametrize("name", ["keys", "tenants", "state"])
@@ -214,7 +217,7 @@ async def test_changes_that_a_failover_has_lost_are_lost_for_every_gateway(
     world: World, own: RedisServer
 ) -> None:
     """Another change has the number of the lost one by then."""
-    await world.open()
+    await world.open(clock=VirtualClock())
     first = await world.key()
     backup = saved(own)
     lost = await world.key()
@@ -234,10 +237,11 @@ async def test_a_gateway_that_has_missed_more_changes_than_are_kept_reads_all(
     gone = await world.key()
     await world.open()
     await follower(world, 1).refresh()
+    full = raw(own).rpushx(at(world, "log"), *["another:change/of it"] * 9_999)
+    raw(own).hincrby(at(world, "state"), "version", 9_999)
     made = await world.key()
     await world.ask("DELETE", f"keys/{gone['id']}")
-    while raw(own).lpop(at(world, "log")) is not None:
-        raw(own).hincrby(at(world, "state"), "floor", 1)
+    assert raw(own).llen(at(world, "log")) == full
     await follower(world, 1).refresh()
     assert [await world.status(one["key"], at=1) for one in (gone, made)] == [401, 200]
 
@@ -343,6 +347,22 @@ async def test_the_number_of_keys_is_bounded(
     await follower(world).refresh()
     refused = await world.ask("POST", "keys", {"tenant": "acme"})
     assert (refused.status, refused.code) == (409, "conflict")
+
+
+async def test_no_key_is_made_of_a_tenant_that_another_operator_deletes_meanwhile(
+    world: World, own: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await world.open()
+    await world.ask("PUT", "tenants/made", {})
+    change = redis_directory.RedisDirectory.change
+
+    async def later(directory: redis_directory.RedisDirectory, *asked: Any) -> Change:
+        raw(own).hdel(at(world, "tenants"), "made")
+        return await change(directory, *asked)
+
+    monkeypatch.setattr(redis_directory.RedisDirectory, "change", later)
+    refused = await world.ask("POST", "keys", {"tenant": "made"})
+    assert (refused.status, refused.fields) == (400, ["tenant"])
 
 
 async def test_a_change_that_others_are_always_before_is_given_up(

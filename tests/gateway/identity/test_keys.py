@@ -16,7 +16,15 @@ import pytest
 from gateway.app import Gateway
 from gateway.config.whole import KeyConfig, load
 from gateway.endpoints.table import ENDPOINTS
-from gateway.identity.keys import ENV_LEN_MAX, KEY_LEN_MAX, KeyTable, hash_key, key_problem, mint_key
+from gateway.identity.keys import (
+    ENV_LEN_MAX,
+    KEY_LEN_MAX,
+    KeyTable,
+    digest_of,
+    hash_key,
+    key_problem,
+    mint_key,
+)
 from shared.process.setting_values import to_toml
 from shared.wire.errors import IdentityUnavailable, Unauthenticated
 from shared.wire.ids import KeyId
@@ -57,6 +65,9 @@ def test_the_secret_before_works_until_its_overlap_is_over_and_no_longer() -> No
     with pytest.raises(Unauthenticated, match="replaced by a newer one"):
         table.authenticate("Bearer old", NOW_S + 60)
     assert not opens(table, "ancient")
+    table.of_digest(digest_of(hash_key("old")), NOW_S + 59.9)
+    with pytest.raises(Unauthenticated, match="replaced by a newer one"):
+        table.of_digest(digest_of(hash_key("old")), NOW_S + 60)
 
 
 def test_a_key_that_is_replaced_or_removed_leaves_nothing_that_opens() -> None:
@@ -114,6 +125,8 @@ def test_a_minted_key_is_that_of_its_own_id() -> None:
     minted = mint_key("live")
     table = KeyTable([KeyConfig("twin", minted.hash, "other"), KeyConfig(minted.id, minted.hash, "acme")])
     assert table.authenticate(f"Bearer {minted.text}", NOW_S).key == minted.id
+    with pytest.raises(Unauthenticated, match="Incorrect API key"):
+        table.authenticate(f"Bearer {mint_key('live', minted.id).text}", NOW_S)
 
 
 def test_a_key_is_bounded_and_so_is_the_name_of_what_it_was_minted_for() -> None:

@@ -310,18 +310,30 @@ def test_what_redis_says_that_is_no_gateways_word_is_passed_over() -> None:
         assert members._read(raw) is None
 
 
+async def test_one_that_refuses_is_named_too(open_house: Open, redis: RedisServer) -> None:
+    """Its operators have other keys."""
+    sections = sharing(redis)
+    house = await open_house(admin=operator_keys(), **sections)
+    await open_house(admin=operator_keys("another's"), **sections)
+    await until(lambda: len(listed(house)) == 1)
+    status, told = await ask(house, "/requests")
+    assert (status, told["data"], len(told["silent_gateways"])) == (200, [], 1)
+
+
 # -- proofs ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "changed",
     [
+        {"digest": digest_of(hash_key("replaced"))},
         {"digest": digest_of(hash_key("another"))},
         {"url": "http://127.0.0.1:1"},
         {"method": "DELETE"},
         {"target": "/admin/v1/usage"},
         {"at_s": PROOF_S + 5},
         {"at_s": -PROOF_S - 5},
+        {"made_s": -1},
         {"operator": "nobody"},
         {"operator": "ops "},
     ],
@@ -330,14 +342,17 @@ def test_what_redis_says_that_is_no_gateways_word_is_passed_over() -> None:
 async def test_a_proof_is_for_one_question_to_one_gateway_for_a_minute(
     open_house: Open, redis: RedisServer, changed: dict[str, Any]
 ) -> None:
-    house = await open_house(admin=operator_keys(), **sharing(redis))
+    admin, over = operator_keys(), "2026-01-01T00:00:00Z"
+    admin["keys"][0] |= {"previous_hash": hash_key("replaced"), "previous_expires": over}
+    house = await open_house(admin=admin, **sharing(redis))
     target = "/admin/v1/requests?limit=1"
     asked: dict[str, Any] = {"digest": DIGEST, "url": admin_url(house), "method": "GET", "target": target}
     at_s, operator = int(time.time() + changed.pop("at_s", 0)), changed.pop("operator", "ops")
+    made_s = at_s + changed.pop("made_s", 0)
     headers = {PROOF_HEADER: f"{operator} {at_s} {proof_of(**asked, at_s=at_s)}"}
     if operator == "ops" and abs(at_s - time.time()) < PROOF_S:
         assert (await ask(house, "/requests?limit=1", **headers))[0] == 200
-    headers = {PROOF_HEADER: f"{operator} {at_s} {proof_of(**{**asked, **changed}, at_s=at_s)}"}
+    headers = {PROOF_HEADER: f"{operator} {at_s} {proof_of(**{**asked, **changed}, at_s=made_s)}"}
     assert (await ask(house, "/requests?limit=1", **headers))[0] == 401
 
 

@@ -535,7 +535,10 @@ def test_a_process_of_its_own_finds_what_is_found_here() -> None:
     doubtful = msgspec.structs.replace(good, chat_template="{{ messages|center(9) }}")
     _, found = checked_apart(msgspec.json.encode(doubtful))
     assert isinstance(found, checked_bundles.CheckedBundle), "what it logs is no answer"
-    long = msgspec.structs.replace(good, chat_template="x" * (TEMPLATE_LEN_MAX + 1))
+
+
+def test_a_process_of_its_own_says_what_is_wrong() -> None:
+    long = bundle_of(byte_level(), "x" * (TEMPLATE_LEN_MAX + 1))
     hash_, problem = checked_apart(msgspec.json.encode(long))
     assert hash_ == long.hash
     assert isinstance(problem, str)
