@@ -1,6 +1,6 @@
 """Takes guards out of the product one at a time, and bounds, and says which of them no test misses.
 
-    python -m tests.guards              # all, on every core: some ten minutes on two
+    python -m tests.guards              # all: a quarter of an hour on two cores that have other work, too
     python -m tests.guards NAME...      # those whose names contain one of these
 
 Each is taken out of a copy of the checkout, where the tests that must notice it are run, for at most two

@@ -45,6 +45,12 @@ def protocol() -> str:
     return "http2"
 
 
+@pytest.fixture(autouse=True)
+def _proxied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment names a proxy. No line may go there."""
+    monkeypatch.setenv("ALL_PROXY", "http://127.0.0.1:1")
+
+
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     return tmp_path / "lines.jsonl"

@@ -28,6 +28,12 @@ pytestmark = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def _proxied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment names a proxy. Keys come from their server alone."""
+    monkeypatch.setenv("ALL_PROXY", "http://127.0.0.1:1")
+
+
 async def test_keys_are_there_before_the_first_request(idp: Idp) -> None:
     assert idp.server.asked == 1
     assert await idp.status(idp.token(OLD)) == 200

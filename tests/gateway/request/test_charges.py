@@ -280,7 +280,7 @@ async def test_no_report_is_waited_for_where_no_token_is_computed(
     house: House, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The next request on the connection would wait as well. An engine reports on generations alone."""
-    monkeypatch.setattr(pipeline, "REPORT_S", 100 * PATIENCE_S)
+    monkeypatch.setattr(pipeline, "REPORT_S", 2 * PATIENCE_S)
     house.engine.script = Script([HEADERS, b"{}"], 200, "application/json")
     asked = {"model": "tiny", "prompt": "hi"} if path == "/tokenize" else {"model": "tiny", "tokens": [1]}
     async with asyncio.timeout(PATIENCE_S):

@@ -89,6 +89,10 @@ CAUGHT = {
 }
 """Templates of parts that are known, which are stopped."""
 UNKNOWN = (
+    "{{ 2 ** 100000000 }}",
+    "{% for a in messages recursive %}{{ loop(messages) }}{% endfor %}",
+    "{% for a in messages recursive %}{{ a.content }}{% endfor %}",
+    "x" * (SOURCE_LEN_MAX + 1),
     "{{ 'a'|center(3000000000) }}",
     "{{ ('%3000000000d' % 1)|length }}",
     "{{ (messages[0].content % 1)|length }}",
@@ -108,13 +112,9 @@ UNKNOWN = (
     "{{ strftime_now('%1000000000Y') }}",
     "{{ messages|slice(1000000000)|list }}",
     "{{ messages|tojson(indent=1000000000) }}",
-    "{{ 2 ** 100000000 }}",
     "{% set a = namespace(x=1) %}{% set b = namespace(x=1) %}{% set b.x = [a, a] %}{{ b.x }}",
-    "{% for a in messages recursive %}{{ loop(messages) }}{% endfor %}",
-    "{% for a in messages recursive %}{{ a.content }}{% endfor %}",
     "{% include 'x' %}",
     "{{ messages|kept }}{{ -1000000000|spent }}",
-    "x" * (SOURCE_LEN_MAX + 1),
 )
 
 
