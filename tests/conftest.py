@@ -36,6 +36,8 @@ from gateway.relay.tokenizer_child import checked  # noqa: E402
 from tests.line_check import SUITES  # noqa: E402
 from tests.ship import tools  # noqa: E402
 
+gc.disable()  # until all is collected: a tenth of what that takes
+
 # Triton chooses between its interpreter and a GPU when it is imported, and torch may import it at any time.
 os.environ["TRITON_INTERPRET"] = "1"
 
@@ -108,9 +110,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish() -> None:
     """Exempt the millions of objects that importing and collecting made from garbage collection: each full
-    collection would look at all of them, which took half of the time of tests that ask for one."""
+    collection would look at all of them, which took half of the time of tests that ask for one. Others come
+    less often than is usual: a fifteenth of what tests take."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
+    gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -166,7 +166,7 @@ def test_a_tenants_timeout_cancels_the_request_in_the_engine(served: Service, sh
 
 # -- clients that leave ---------------------------------------------------------------------------
 
-VISITS = drawn(300, whole=1000)
+VISITS = drawn(150, whole=1000)
 TOGETHER = 64
 SEED = 20
 TURNS_MAX = 300

@@ -1,6 +1,6 @@
 """The tokens charged are those computed, in whatever way a request ends: random histories.
 
-Every run draws 800 of them, a third of a batch that meets every end which `MET` lists; `DRAWN=whole` draws
+Every run draws 400 of them, a sixth of a batch that meets every end which `MET` lists; `DRAWN=whole` draws
 10,000 (`tests.effort`), two minutes more.
 
 A world that breaks a law is replayed, with all that was logged of the request, by
@@ -23,11 +23,11 @@ from tests.histories.laws import check
 from tests.histories.world import Line, Remains, run_world
 
 BATCHES: Final = drawn(1, whole=4)
-WORLDS: Final = drawn(8, whole=25)
+WORLDS: Final = drawn(4, whole=25)
 """Worlds of a batch."""
 REQUESTS: Final = 100
 """Requests of a world."""
-assert drawn(800, whole=10_000) <= BATCHES * WORLDS * REQUESTS
+assert drawn(400, whole=10_000) <= BATCHES * WORLDS * REQUESTS
 
 MET: Final = {
     "cost: learnt": 1_000,
@@ -112,7 +112,7 @@ def test_the_tokens_charged_are_those_computed_and_no_object_is_leaked(batch: in
             met += check(remains)
         except AssertionError as error:
             raise AssertionError(f"python -m tests.histories {seed}: {error}") from error
-    rare = {name: met[name] for name, least in MET.items() if met[name] < least // drawn(8, whole=1)}
+    rare = {name: met[name] for name, least in MET.items() if met[name] < least // drawn(16, whole=1)}
     assert not rare, f"met too rarely: {rare}"
 
 

@@ -50,9 +50,9 @@ FEW = 4
 
 
 def attacks(law: Law) -> Sequence[Attack]:
-    """The kinds of attack against a law. Of many, every second in every run, and all by command."""
+    """The kinds of attack against a law. Of many, every third in every run, and all by command."""
     found = against(law)
-    return found if len(found) <= FEW else found[:: effort.drawn(2, whole=1)]
+    return found if len(found) <= FEW else found[:: effort.drawn(3, whole=1)]
 
 
 @dataclass

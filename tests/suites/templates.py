@@ -30,7 +30,6 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 import tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from shared.apis.chat_messages import ChatMessage
 from shared.apis.prompt import ChatPrompt
@@ -144,6 +143,8 @@ class Judge:
         form = {name: getattr(takes, name) for name in ("text", "developer", "no_text", "objects")}
         self._formed = TemplateInput.of(source, Takes(**form), arguments)
         """The form of each message by itself."""
+        from transformers import PreTrainedTokenizerFast
+
         self._oracle: Any = PreTrainedTokenizerFast(
             tokenizer_object=tokenizers.Tokenizer(tokenizers.models.BPE()), chat_template=source, **SPECIAL
         )

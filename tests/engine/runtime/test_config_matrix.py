@@ -53,7 +53,7 @@ from tests.engine.runtime.odd_configs import (
 
 pytestmark = pytest.mark.slow
 
-ODD_COUNTED = effort.drawn(60, whole=250)
+ODD_COUNTED = effort.drawn(24, whole=250)
 """Of each of the four seeds."""
 ODD_DRAWN_MAX = 400
 

@@ -14,7 +14,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers.models.qwen3_5 import modeling_qwen3_5 as theirs
 
 from engine.contract.messages import Finished, Plan, RunResult, SamplingParams, SlotAssignment, Want
 from engine.core.drafts.drafter import NGramDrafts
@@ -88,6 +87,8 @@ class Oracle:
     once, without a cache."""
 
     def __init__(self, path: Path) -> None:
+        from transformers.models.qwen3_5 import modeling_qwen3_5 as theirs
+
         self.model = theirs.Qwen3_5ForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
         own, config = mtp_tensors(), self.model.config
         config._attn_implementation = "eager"

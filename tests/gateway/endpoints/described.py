@@ -15,7 +15,7 @@ from schemathesis.specs.openapi import checks
 from tests.effort import drawn
 from tests.gateway.conftest import PATIENCE_S
 
-EXAMPLES: Final = drawn(4, whole=400)
+EXAMPLES: Final = drawn(2, whole=400)
 """Requests of each operation, of those that the description allows and of those that it does not, each. The
 checks send about as many again."""
 

@@ -29,8 +29,8 @@ from tests.gateway.fake_engine import unary
 from tests.mutations import BODIES, CORPUS, Connection
 
 SEED: Final = 20261123
-BODIES_COUNT: Final = drawn(8_000, whole=60_000)
-REQUESTS_COUNT: Final = drawn(12_000, whole=40_000)
+BODIES_COUNT: Final = drawn(2_000, whole=60_000)
+REQUESTS_COUNT: Final = drawn(4_000, whole=40_000)
 AT_ONCE: Final = 100
 TURNS: Final = 12
 """Turns of the event loop within which a request without anything to wait for is answered."""

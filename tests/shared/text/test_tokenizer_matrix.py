@@ -212,7 +212,7 @@ def refusal_by(kind: type[Exception]) -> Iterator[list[str]]:
         said.append(str(error))
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(effort.drawn(2, whole=4)))
 def test_drawn_files_give_what_transformers_gives(directory: Path, seed: int) -> None:
     rng, outcomes = random.Random(seed), Counter[str]()
     made = with_bos(byte_level() if seed % 2 else sentencepiece())
