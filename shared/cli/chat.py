@@ -141,15 +141,20 @@ def server_of(asked: str | None, key: str | None) -> Server:
 def _connect(asked: str | None, key: str | None) -> Iterator[tuple[httpx.Client, str | None]]:
     """An HTTP client, and the model of the `penstock up` that it talks to (None for any other server)."""
     server = server_of(asked, key)
-    client = httpx.Client(
+    with client_of(server) as client:
+        yield client, server.model
+
+
+def client_of(server: Server) -> httpx.Client:
+    """An HTTP client of a server."""
+    is_own = server.model is not None or server.url == DEFAULT_URL
+    return httpx.Client(
         base_url=server.url,
         headers={"authorization": f"Bearer {server.key}"} if server.key else {},
         timeout=httpx.Timeout(READ_TIMEOUT_S, connect=CONNECT_TIMEOUT_S),
-        trust_env=asked is not None,  # no proxy stands before this machine's own services
+        trust_env=not is_own,  # no proxy stands before this machine's own services
         verify=server.verify,
     )
-    with client:
-        yield client, server.model
 
 
 def _pinned(cert: str) -> ssl.SSLContext:
@@ -240,6 +245,7 @@ class Conversation:
 
 
 def first_model(client: httpx.Client) -> str:
+    """The first model that the server names. Raises ChatFailed."""
     with _failures(), client.stream("GET", "models") as answer:
         if answer.status_code != 200:
             raise _refusal(answer)

@@ -36,7 +36,15 @@ import httpx
 import msgspec
 
 from shared.cli import terminal
-from shared.cli.chat import DEFAULT_URL, ChatFailed, base_url_problem, key_problem, server_of
+from shared.cli.chat import (
+    DEFAULT_URL,
+    ChatFailed,
+    base_url_problem,
+    client_of,
+    first_model,
+    key_problem,
+    server_of,
+)
 from shared.cli.running import KEY_VARIABLE
 from shared.process.arguments import checked
 
@@ -514,6 +522,9 @@ def run(options: argparse.Namespace) -> int:
 
 async def _measure(options: argparse.Namespace) -> tuple[Load, ServingReport]:
     server = server_of(options.url, options.key)
+    if (model := options.model or server.model) is None:
+        with client_of(server) as asked:
+            model = first_model(asked)
     client = httpx.AsyncClient(
         base_url=server.url,
         headers={"authorization": f"Bearer {server.key}"} if server.key else {},
@@ -525,7 +536,7 @@ async def _measure(options: argparse.Namespace) -> tuple[Load, ServingReport]:
     async with client:
         load = Load(
             endpoint=options.endpoint,
-            model=options.model or server.model or await _first_model(client),
+            model=model,
             prompts=options.num_prompts,
             rate=options.request_rate,
             burstiness=options.burstiness,
@@ -543,19 +554,3 @@ async def _measure(options: argparse.Namespace) -> tuple[Load, ServingReport]:
         lengths = await _lengths(caller, load.seed)
         sent = await send_all(caller, load, lengths)
     return load, ServingReport.of(sent, options.percentile_metrics, options.metric_percentiles)
-
-
-class _Named(msgspec.Struct):
-    id: str
-
-
-class _Models(msgspec.Struct):
-    data: list[_Named]
-
-
-async def _first_model(client: httpx.AsyncClient) -> str:
-    answer = await client.get("models")
-    with contextlib.suppress(msgspec.DecodeError):
-        if models := msgspec.json.decode(answer.content, type=_Models).data:
-            return models[0].id
-    raise LoadFailed(f"{client.base_url} names no model (HTTP {answer.status_code}); choose one with --model")
