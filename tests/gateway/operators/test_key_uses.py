@@ -7,7 +7,7 @@ from datetime import datetime, timedelta
 
 from gateway.operators.key_uses import KeyUsesApi
 from gateway.operators.operations import operation_of
-from gateway.operators.together import OperatorAnswer, PartOf, together
+from gateway.operators.together import OperatorAnswer, together
 from gateway.request.key_uses import USES_MAX, KeyUses
 from tests.gateway.conftest import Open, until
 from tests.gateway.fake_engine import unary
@@ -35,7 +35,7 @@ def test_of_several_the_latest_counts() -> None:
     }
     told = {name: OperatorAnswer(200, {}, json.dumps(one).encode()) for name, one in answers.items()}
     merges = operation_of(KeyUsesApi(KeyUses())._answer).merges
-    assert json.loads(together(told, (), merges, part_of=PartOf.GATEWAY).body) == {
+    assert json.loads(together(told, (), merges).body) == {
         "since": "2026-11-01T00:00:05Z",
         "data": {"a": later, "b": later},
     }

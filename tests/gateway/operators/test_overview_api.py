@@ -14,7 +14,7 @@ from gateway.operators.engines import EngineView
 from gateway.operators.figures import EngineFigures
 from gateway.operators.operations import operation_of
 from gateway.operators.overview import EVERY_S, LOADS_MAX, OverviewApi
-from gateway.operators.together import OperatorAnswer, PartOf, together
+from gateway.operators.together import OperatorAnswer, together
 from gateway.request import minutes as module
 from gateway.request.minutes import BUCKETS, CODES_MAX, KINDS_MAX, MINUTES_MAX, OTHER, Minutes, edges_ms
 from shared.wire.end_reason import EndReason
@@ -112,7 +112,7 @@ def test_the_rows_of_several_are_added_up_and_loads_say_whose_they_are() -> None
     ]
     answers = [OperatorAnswer(200, {}, json.dumps(_told(api)).encode()) for api in apis]
     merges = operation_of(apis[0]._answer).merges
-    whole = json.loads(together({None: answers[0], "b": answers[1]}, (), merges, part_of=PartOf.GATEWAY).body)
+    whole = json.loads(together({None: answers[0], "b": answers[1]}, (), merges).body)
     assert [(row["replica"], row["requests"]) for row in whole["rows"]] == [("r", 3), ("s", 1)]
     assert [sum(row["first_token"].values()) for row in whole["rows"]] == [3, 1]
     assert whole["edges_ms"] == edges_ms()
