@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import math
 import os
 import random
@@ -30,10 +29,11 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Final
+from typing import Annotated, Any, Final
 
 import httpx
 import msgspec
+from msgspec import Meta
 
 from shared.cli import terminal
 from shared.cli.chat import (
@@ -46,7 +46,7 @@ from shared.cli.chat import (
     server_of,
 )
 from shared.cli.running import KEY_VARIABLE
-from shared.process.arguments import checked
+from shared.process.arguments import checked, spelt
 
 WORDS: Final = (
     *("river", "stone", "light", "green", "house", "water", "paper", "cloud", "music", "table", "seven"),
@@ -434,6 +434,11 @@ def _most_at_once(sent: Sequence[Sent]) -> int:
 # -- the command ----------------------------------------------------------------------------------
 
 
+def _number(low: float, high: float | None = None) -> Callable[[str], Any]:
+    """An argparse type: numbers like these, whole ones where `low` is one."""
+    return spelt(Annotated[type(low), Meta(ge=low, le=high)])
+
+
 def add_parser(names: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `serve` to `penstock bench`."""
     parser = names.add_parser(
@@ -454,15 +459,15 @@ def add_parser(names: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     )
     endpoints = ("/chat/completions", "/completions")
     add("--endpoint", choices=endpoints, default=endpoints[0], help="default: %(default)s")
-    add("--num-prompts", type=_whole(1, PROMPTS_MAX), default=100, help="requests in all (default: 100)")
+    add("--num-prompts", type=_number(1, PROMPTS_MAX), default=100, help="requests in all (default: 100)")
     add("--request-rate", type=_number(1e-3), default=math.inf, help="requests per second (default: inf)")
     add("--burstiness", type=_number(1e-3), default=1.0, help="1: Poisson; less: burstier (default: 1)")
-    add("--max-concurrency", type=_whole(1, 65_536), help="requests at a time at most")
-    add("--random-input-len", type=_whole(1, 2**24), default=1024, help="tokens of a prompt (default: 1024)")
-    add("--random-output-len", type=_whole(1, 2**24), default=128, help="tokens of an answer (default: 128)")
-    add("--random-prefix-len", type=_whole(0, 2**24), default=0, help="tokens that all prompts share")
+    add("--max-concurrency", type=_number(1, 65_536), help="requests at a time at most")
+    add("--random-input-len", type=_number(1, 2**24), default=1024, help="tokens of a prompt (default: 1024)")
+    add("--random-output-len", type=_number(1, 2**24), default=128, help="tokens of an answer (default: 128)")
+    add("--random-prefix-len", type=_number(0, 2**24), default=0, help="tokens that all prompts share")
     add("--random-range-ratio", type=_number(0.0, 0.999), default=0.0, help="lengths vary by this share")
-    add("--seed", type=_whole(0, 2**31), default=0, help="of prompts, lengths and times (default: 0)")
+    add("--seed", type=_number(0, 2**31), default=0, help="of prompts, lengths and times (default: 0)")
     add("--ignore-eos", action="store_true", help="answers of full length, where the server knows how")
     add("--temperature", type=_number(0.0, 2.0), help="default: the server's")
     names_help = f"of {', '.join(METRICS)} (default: ttft,tpot,itl)"
@@ -472,25 +477,6 @@ def add_parser(names: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     add("--timeout", type=_number(1e-3, REQUEST_S), default=REQUEST_S, metavar="S", help="of one request")
     add("--result-filename", type=Path, metavar="FILE", help="write the result to FILE as JSON as well")
     parser.set_defaults(run=run)
-
-
-def _whole(low: int, high: int) -> Callable[[str], int]:
-    def convert(text: str) -> int:
-        if not (text.isascii() and text.isdecimal() and low <= int(text) <= high):
-            raise argparse.ArgumentTypeError(f"must be a whole number of {low} to {high}, got {text!r}")
-        return int(text)
-
-    return convert
-
-
-def _number(low: float, high: float = math.inf) -> Callable[[str], float]:
-    def convert(text: str) -> float:
-        with contextlib.suppress(ValueError):
-            if low <= (value := float(text)) <= high:
-                return value
-        raise argparse.ArgumentTypeError(f"must be a number of {low:g} to {high:g}, got {text!r}")
-
-    return convert
 
 
 def _metrics(text: str) -> tuple[str, ...]:
