@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import math
-import os
 import random
 import statistics
 import sys
@@ -36,17 +35,8 @@ import msgspec
 from msgspec import Meta
 
 from shared.cli import terminal
-from shared.cli.chat import (
-    DEFAULT_URL,
-    ChatFailed,
-    base_url_problem,
-    client_of,
-    first_model,
-    key_problem,
-    server_of,
-)
-from shared.cli.running import KEY_VARIABLE
-from shared.process.arguments import checked, spelt
+from shared.cli.chat import ChatFailed, add_server, client_of, first_model, server_of
+from shared.process.arguments import spelt
 
 WORDS: Final = (
     *("river", "stone", "light", "green", "house", "water", "paper", "cloud", "music", "table", "seven"),
@@ -447,16 +437,8 @@ def add_parser(names: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    add_server(parser)
     add = parser.add_argument
-    add("--url", type=checked(base_url_problem), help=f"base URL (default: of penstock up, or {DEFAULT_URL})")
-    add("--model", metavar="NAME", type=checked(terminal.text_problem), help="default: the first it lists")
-    key = checked(key_problem, is_secret=True)
-    add(
-        "--key",
-        type=key,
-        default=os.environ.get(KEY_VARIABLE) or None,
-        help=f"API key (default: ${KEY_VARIABLE}, or that of penstock up)",
-    )
     endpoints = ("/chat/completions", "/completions")
     add("--endpoint", choices=endpoints, default=endpoints[0], help="default: %(default)s")
     add("--num-prompts", type=_number(1, PROMPTS_MAX), default=100, help="requests in all (default: 100)")
