@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Annotated, Final
-from urllib.parse import urlsplit
 
 from msgspec import Meta
 
 from gateway.config.secret import SecretSource
 from shared.process.setting_values import ConfigError
-from shared.process.settings import Text, Unit
+from shared.process.settings import Text, Unit, url_parts
 
 DAYS_MAX: Final = 400
 MIB: Final = 1024 * 1024
@@ -56,11 +55,6 @@ class AccountingConfig:
 
 
 def _is_safe_url(text: str) -> bool:
-    try:
-        parts = urlsplit(text)
-        host, _ = parts.hostname, parts.port
-    except ValueError:  # a port or an IPv6 address that is none
+    if (parts := url_parts(text)) is None or "@" in parts.netloc:
         return False
-    if host is None or "@" in parts.netloc or not text.isprintable() or " " in text:
-        return False
-    return parts.scheme == "https" or (parts.scheme == "http" and host in _LOOPBACK)
+    return parts.scheme == "https" or parts.hostname in _LOOPBACK

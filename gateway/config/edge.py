@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Annotated, Final, Literal
-from urllib.parse import urlsplit
 
 from msgspec import Meta
 
@@ -18,7 +17,7 @@ from gateway.config.secret import SecretSource
 from shared.apis.holding import memory_max
 from shared.fairness.fair_share import FairShare
 from shared.process.setting_values import ConfigError
-from shared.process.settings import Port, Rule, Text, Unit
+from shared.process.settings import Port, Rule, Text, Unit, url_parts
 from shared.wire.shapes import BODY_LEN_MAX, TOKENS_MAX
 
 KIB: Final = 1024
@@ -196,21 +195,13 @@ def _issuer_problems(issuer: IssuerConfig) -> Iterator[str]:
 
 
 def _is_https(text: str) -> bool:
-    try:
-        parts = urlsplit(text)
-        named = parts.scheme == "https" and bool(parts.hostname) and parts.port != 0
-        return named and parts.username is None and text.isprintable() and " " not in text
-    except ValueError:  # a port or an IPv6 address that is none
-        return False
+    parts = url_parts(text)
+    return parts is not None and parts.scheme == "https" and parts.username is None
 
 
 def is_base_url(text: str) -> bool:
     """True if the text is an http or https URL without a user, a query and a fragment."""
-    try:
-        parts = urlsplit(text)
-        return bool(_BASE_URL.fullmatch(text) and parts.hostname) and parts.port != 0
-    except ValueError:  # a port or an IPv6 address that is none
-        return False
+    return _BASE_URL.fullmatch(text) is not None and url_parts(text) is not None
 
 
 def is_loopback(host: str) -> bool:

@@ -36,6 +36,8 @@ class Endpoint(Struct, frozen=True):
     where nothing is generated."""
     sent: Mapping[str, object] = {}
     """The fields that an engine of another make is sent with values of ours."""
+    asks_usage: bool = True
+    """True if an engine of another make tells a stream's usage only where it is asked for it."""
     nested: Nested = NESTED
     """The fields out of which is left what an engine of another make is not sent."""
 
@@ -51,7 +53,7 @@ class Endpoint(Struct, frozen=True):
     def usage_asked(self, request: GenerationRequest, fields: Mapping[str, Raw]) -> dict[str, Raw]:
         """The fields by which an engine of another make is asked for a stream's usage, where the caller did
         not ask. `fields` are those that it is sent."""
-        if request.stream and not request.include_usage:
+        if self.asks_usage and request.stream and not request.include_usage:
             return {"stream_options": with_usage(fields.get("stream_options"))}
         return {}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any, Final
@@ -14,7 +14,6 @@ from gateway.endpoints.dialect import Dialect, LimitHeaders
 from gateway.endpoints.endpoint import Endpoint
 from gateway.endpoints.passing import Cleaner, Nested
 from shared.apis import message_answers
-from shared.apis.generation import GenerationRequest
 from shared.apis.message_answers import (
     ID_HEADER,
     PING,
@@ -83,11 +82,6 @@ MESSAGE_EVENTS: Final = _Messages(
 )
 
 
-class _Endpoint(Endpoint, frozen=True):
-    def usage_asked(self, request: GenerationRequest, fields: Mapping[str, Raw]) -> dict[str, Raw]:
-        return {}  # a stream tells it in any case
-
-
 def _shaped(name: str, type_: Any) -> tuple[str, Cleaner]:
     """The cleaner of a field: it leaves out what the field's shapes do not have, and tells as text what our
     engines alone can read."""
@@ -127,7 +121,7 @@ _NESTED: Final[Nested] = (
     _shaped("tools", list[MessagesTool]),
 )
 
-MESSAGES: Final = _Endpoint(
+MESSAGES: Final = Endpoint(
     shape=MessagesRequest,
     answer=MessageAnswer,
     summary="Answer a conversation, by Anthropic's API.",
@@ -135,6 +129,7 @@ MESSAGES: Final = _Endpoint(
     is_optional=True,
     passes=_PASSES,
     maxima=("max_tokens",),
+    asks_usage=False,
     nested=_NESTED,
     dialect=MESSAGE_EVENTS,
 )

@@ -13,7 +13,6 @@ from msgspec import Raw, Struct
 from gateway.endpoints.dialect import CHUNKS, Dialect
 from gateway.endpoints.endpoint import Endpoint
 from gateway.endpoints.passing import EXTENSIONS, OPENAI, Nested, stream_options, template_arguments
-from shared.apis.generation import GenerationRequest
 from shared.apis.responses.answer import InputTokens, ResponseObject, outline
 from shared.apis.responses.events import ResponseEvent, failing_events, name_of
 from shared.apis.responses.items import InputItem, InputPart
@@ -118,11 +117,6 @@ class _Events(Dialect, frozen=True):
         return b"".join([sse.named_event(name_of(event), msgspec.json.encode(event)) for event in made])
 
 
-class _Responses(Endpoint, frozen=True):
-    def usage_asked(self, request: GenerationRequest, fields: Mapping[str, Raw]) -> dict[str, Raw]:
-        return {}  # its last event always has it
-
-
 EVENTS: Final = _Events(
     done=sse.DONE,
     limits=CHUNKS.limits,
@@ -133,7 +127,7 @@ EVENTS: Final = _Events(
     silent=_SILENT,
     ends=("response.completed", "response.incomplete"),
 )
-RESPONSES: Final = _Responses(
+RESPONSES: Final = Endpoint(
     shape=ResponsesRequest,
     answer=ResponseObject,
     summary="Answer a conversation.",
@@ -143,6 +137,7 @@ RESPONSES: Final = _Responses(
     maxima=("max_output_tokens",),
     refers=True,
     sent={"store": False},
+    asks_usage=False,
     nested=(*_NESTED, ("stream_options", stream_options), ("chat_template_kwargs", template_arguments)),
     dialect=EVENTS,
 )

@@ -17,7 +17,7 @@ from multidict import CIMultiDict
 from yarl import URL
 
 from gateway.operators.operations import Merge
-from gateway.operators.together import Of, OperatorAnswer, PartOf, is_same, together
+from gateway.operators.together import Of, OperatorAnswer, is_same, together
 from gateway.operators.versions import ETAG, KNOWN
 
 Ask = Callable[[bool], Awaitable[OperatorAnswer | None]]
@@ -36,7 +36,6 @@ async def whole_of(
     answers: Mapping[Of, OperatorAnswer],
     merges: Mapping[str, Merge],
     limit: int,
-    part_of: PartOf,
     known: str,
 ) -> OperatorAnswer | None:
     """The answer of all who are asked, made of `answers`. None where there is none. `known` is the version
@@ -49,7 +48,7 @@ async def whole_of(
     if not answers:
         return None
     silent = [of for of in asks if of not in answers]
-    whole = together(answers, silent, merges, limit, part_of)
+    whole = together(answers, silent, merges, limit)
     return OperatorAnswer(whole.status, {ETAG: known}, b"") if is_same(whole) else whole
 
 

@@ -1,9 +1,5 @@
 """The console's chats: an operator's own, each a request like any other, with a caller's key that is pasted.
 
-    POST   /admin/v1/console/chats          {"key": KEY, "model": NAME, "messages": [...]}: begin one
-    GET    /admin/v1/console/chats/{id}     what came since: ?text=CHARACTERS&ticks=NUMBER that are known
-    DELETE /admin/v1/console/chats/{id}     end it and forget it
-
 The page asks again and again, so that an answer needs no connection of its own, and works through several
 workers, too.
 
@@ -130,16 +126,6 @@ class KnownOfChat:
 _OfOne: Final = partial(Operation, errors=(NotFound,), asks=Asks.EVERY, merges={"ticks_ms": Merge.FIRST})
 
 
-class _Sent(Struct, frozen=True, omit_defaults=True):
-    """The request as the pipeline is given it."""
-
-    model: str
-    messages: tuple[Message, ...]
-    stream: bool
-    max_tokens: int | None = None
-    temperature: float | None = None
-
-
 class _Chat:
     """One chat."""
 
@@ -248,8 +234,8 @@ class Chats:
 
     async def _ask(self, chat: _Chat, wanted: ChatAsked) -> None:
         assert self.serve is not None, "chats begin once the gateway serves"
-        sent = _Sent(wanted.model, wanted.messages, True, wanted.max_tokens, wanted.temperature)
-        body = msgspec.json.encode(sent)
+        sent = {"stream": True, **{name: getattr(wanted, name) for name in _FIELDS - {"key"}}}
+        body = msgspec.json.encode({name: value for name, value in sent.items() if value is not None})
         session = aiohttp.ClientSession(
             "http://gateway",
             connector=Inward(self.serve),

@@ -1,7 +1,5 @@
 """`GET /admin/v1/key_uses`: when keys were used last, for operators who look for dead ones.
 
-    tenant      only the keys of this one
-
 It is what the gateways remember since they began, of all that know each other the latest (`since` is the
 beginning of the one that began last). A key that is not told was not used since then.
 """

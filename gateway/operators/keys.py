@@ -1,13 +1,5 @@
 """Keys and tenants on the admin listener: `/admin/v1/keys` and `/admin/v1/tenants`.
 
-    GET /admin/v1/keys?tenant=&after=&limit=    a page of keys
-    POST /admin/v1/keys                         create one; its secret is in this answer alone
-    GET PATCH DELETE /admin/v1/keys/{id}        show it, change fields of it, delete it
-    POST /admin/v1/keys/{id}/rotate             replace its secret
-    GET /admin/v1/tenants?after=&limit=         a page of tenants
-    GET PUT DELETE /admin/v1/tenants/{id}       show one, create or replace it, delete it
-    GET /admin/v1/operators                     the operators' keys, which the file alone changes
-
 What is shown has an `etag`; a change with that in `if-match` is refused with 412 when another one came first.
 """
 

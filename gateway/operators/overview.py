@@ -1,7 +1,5 @@
 """`GET /admin/v1/overview`: the last hours by the minute, for operators.
 
-    since       only minutes that began then or later, such as 2026-11-01T12:00:00Z
-
 Rules:
 
 1. Requests are counted where they end (`gateway.request.minutes`), and added up over workers and gateways.

@@ -34,7 +34,7 @@ from gateway.identity.caller import Principal
 from gateway.identity.keys import KeyTable
 from gateway.operators.asking import Ask, ask_each, read_answer, whole_of, without_known
 from gateway.operators.operations import Operation
-from gateway.operators.together import OperatorAnswer, PartOf, is_same, limit_of
+from gateway.operators.together import OperatorAnswer, is_same, limit_of
 from gateway.operators.versions import KNOWN, unchanged, version_of
 from shared.apis.requests import AbortResponse
 from shared.process import logs
@@ -116,7 +116,7 @@ class Peers:
         asks: dict[str | None, Ask] = {None: here, **elsewhere}
         answers, known = await ask_each(asks), request.headers.get(KNOWN, "")
         limit = limit_of(request.query)
-        whole = await whole_of(asks, answers, operation.merges, limit, PartOf.GATEWAY, known)
+        whole = await whole_of(asks, answers, operation.merges, limit, known)
         assert whole is not None, "this one has answered"
         if is_same(whole):
             return unchanged(whole.headers)

@@ -1,10 +1,5 @@
 """The replicas on the admin listener: `/admin/v1/replicas`.
 
-    GET /admin/v1/replicas?model=&after=&limit=   a page of them, by id
-    GET /admin/v1/replicas/ID                     one
-    POST /admin/v1/replicas/ID/drain              send it no new requests; the open ones finish
-    POST /admin/v1/replicas/ID/undrain            take that back
-
 An ID is as the list shows it, with the host and the port of the replica's URL; a slash in it is sent as %2F.
 What an operator drains stays so until it is undrained, or nothing lists the replica any more. Of several
 workers all drain it, those included that replace others. It is one gateway's knowledge: others are asked by

@@ -1,17 +1,5 @@
 """`GET /admin/v1/requests` and `GET /admin/v1/requests/{id}`: live and recent requests, for operators.
 
-    state                       live, done; both without it
-    id, trace_id                only of this one
-    tenant, model, endpoint     only of this one
-    error_code                  only those that ended with this error
-    session                     only of this one: its hash, or the name that the caller gives it
-    status                      a status such as 429, or a class such as 5xx; of completed requests alone
-    end_reason                  a word of `shared.wire.end_reason`; of completed requests alone
-    min_ms                      only what took so long, or has taken so long
-    since, until                only what was in progress between these moments, such as 2026-11-01T12:00:00Z
-    limit                       rows at most: 100 without it, `LIMIT_MAX` at most
-    before                      completed requests before this number: what a page's `before` says
-
 Rules:
 
 1. An answer is bounded, in rows and in the work that it takes: the ring is searched, and one page is made.

@@ -1,8 +1,5 @@
 """`GET /admin/v1/limits`: tenants' limits, and what of them is used at the moment, for operators.
 
-    after, limit        a page of tenants, by id: `LIMIT` of them without it, `LIMIT_MAX` at most
-    tenant              only this one
-
 Rules:
 
 1. The answer is this process's: the live requests are its own, and so are the windows where quotas are

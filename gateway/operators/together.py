@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from enum import Enum
 from http import HTTPStatus
 from typing import Any, Final, TypeVar
 
@@ -44,31 +43,23 @@ class OperatorAnswer(Struct, frozen=True):
     body: bytes
 
 
-class PartOf(Enum):
-    """The kind of those whose answers are put together. The value is the field that names one."""
-
-    WORKER = "worker"
-    GATEWAY = "gateway"
-
-
 def together(
     answers: Mapping[Any, OperatorAnswer],
     silent: Sequence[Any],
     merges: Mapping[str, Merge],
     limit: int = PAGE_MAX,
-    part_of: PartOf = PartOf.WORKER,
 ) -> OperatorAnswer:
-    """The answer of all, of which `silent` have none. `answers`, by worker or gateway, has one at least; None
-    stands for the gateway that was asked. A page has at most `limit` entries."""
+    """The answer of all, of which `silent` have none. `answers` has one at least, by the workers' numbers or
+    the gateways' names; None stands for the gateway that was asked. A page has at most `limit` entries."""
     found = {of: one for of, one in answers.items() if one.status != HTTPStatus.NOT_FOUND}
     unheard = _silent_of([one for of, one in answers.items() if of not in found]) if found else {}
     answers = found or answers
     first = next((one for one in answers.values() if one.status >= ERROR), None)
     if first is not None:
-        return first if found or not silent else _may_be_elsewhere(first, silent, part_of)
+        return first if found or not silent else _may_be_elsewhere(first, silent)
     if all(map(is_same, answers.values())):
         return next(iter(answers.values()))
-    if len(answers) == 1 and not silent and not unheard and (part_of is PartOf.WORKER or None in answers):
+    if len(answers) == 1 and not silent and not unheard and not isinstance(next(iter(answers)), str):
         return next(iter(answers.values()))
     parts = {of: _object(answer) for of, answer in answers.items()}
     whole = next(iter(parts.values()))
@@ -76,11 +67,11 @@ def together(
         return next(iter(answers.values()))
     for name in whole:
         values = {of: part[name] for of, part in parts.items() if part and name in part}
-        whole[name] = _field(merges.get(name, Merge.FIRST), values, part_of)
+        whole[name] = _field(merges.get(name, Merge.FIRST), values)
     if Merge.PAGE in merges.values():
         _cut(whole, limit)
     if silent:
-        whole |= {"partial": True, f"silent_{part_of.value}s": list(silent)}
+        whole |= {"partial": True, _named_by(silent): list(silent)}
     for name, others in unheard.items():
         whole |= {"partial": True, name: [*whole.get(name, ()), *others]}
     one = next(iter(answers.values()))
@@ -108,12 +99,17 @@ def _silent_of(answers: Sequence[OperatorAnswer]) -> dict[str, list[Any]]:
     return {name: others for name, others in names.items() if others}
 
 
-def _may_be_elsewhere(answer: OperatorAnswer, silent: Sequence[Any], part_of: PartOf) -> OperatorAnswer:
+def _named_by(silent: Sequence[Any]) -> str:
+    """The field that names those who are silent: workers have numbers."""
+    return "silent_workers" if isinstance(silent[0], int) else "silent_gateways"
+
+
+def _may_be_elsewhere(answer: OperatorAnswer, silent: Sequence[Any]) -> OperatorAnswer:
     """That there is nothing, with those that did not say so."""
     told = _object(answer)
     if told is not None and isinstance(error := told.get("error"), dict):
         error["message"] = f"{error.get('message')} No answer came from {', '.join(map(str, silent))}."
-        told[f"silent_{part_of.value}s"] = list(silent)
+        told[_named_by(silent)] = list(silent)
         answer = OperatorAnswer(answer.status, answer.headers, msgspec.json.encode(told))
     return answer
 
@@ -126,7 +122,7 @@ def _object(answer: OperatorAnswer) -> dict[str, Any] | None:
         return None
 
 
-def _field(merge: Merge, values: Mapping[Any, Any], part_of: PartOf) -> Any:
+def _field(merge: Merge, values: Mapping[Any, Any]) -> Any:
     match merge:
         case Merge.FIRST:
             return next(iter(values.values()))
@@ -140,14 +136,14 @@ def _field(merge: Merge, values: Mapping[Any, Any], part_of: PartOf) -> Any:
             names = dict.fromkeys(name for moments in values.values() for name in moments)
             return {name: max(one[name] for one in values.values() if name in one) for name in names}
         case Merge.JOIN | Merge.PAGE:
-            return [_named(entry, of, part_of) for of, entries in values.items() for entry in entries]
+            return [_named(entry, of) for of, entries in values.items() for entry in entries]
         case Merge.ROWS:
             return _rows([row for rows in values.values() for row in rows])
 
 
-def _named(entry: dict[str, Any], of: Any, part_of: PartOf) -> dict[str, Any]:
+def _named(entry: dict[str, Any], of: Any) -> dict[str, Any]:
     """An entry with whose it is (rule 1). One of another gateway has its worker's name already."""
-    if part_of is PartOf.WORKER:
+    if isinstance(of, int):
         return entry if "gateway" in entry else {**entry, "worker": of}
     return entry if of is None else {**entry, "gateway": of}
 

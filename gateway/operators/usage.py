@@ -1,9 +1,5 @@
 """`GET /admin/v1/usage`: what callers used, for operators.
 
-    from, to               days like 2026-11-01, both included; this month without them
-    by                     tenant, key, model, day: one or several with commas between; tenant without it
-    tenant, key, model     only what this one used
-
 Rules:
 
 1. Usage is read page by page, so that neither the store nor this process is held up by it.

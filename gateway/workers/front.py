@@ -52,7 +52,7 @@ from gateway.operators.server import (
 )
 from gateway.operators.stored import StoredApi
 from gateway.operators.tenant_limits import LimitsApi
-from gateway.operators.together import OperatorAnswer, PartOf, limit_of, together
+from gateway.operators.together import OperatorAnswer, limit_of, together
 from gateway.operators.usage import UsageReports
 from gateway.operators.versions import KNOWN
 from gateway.workers.channel import heard
@@ -242,7 +242,7 @@ class Front:
             serving |= late
             answers |= await ask_each({index: asks[index] for index in late})
         known = asked[2].get(KNOWN, "")
-        whole = await whole_of(asks, answers, operation.merges, limit, PartOf.WORKER, known)
+        whole = await whole_of(asks, answers, operation.merges, limit, known)
         if whole is None:
             raise _nobody()
         return whole

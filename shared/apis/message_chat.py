@@ -21,7 +21,8 @@ from __future__ import annotations
 import re
 from base64 import b64decode, b64encode
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final, Protocol
+from functools import cached_property
+from typing import Any, Final
 
 import msgspec
 from msgspec import UNSET, Raw, UnsetType
@@ -84,8 +85,8 @@ _BLOCKS: Final[Mapping[str, tuple[type[Block], ...]]] = {
 _encode: Final = msgspec.json.Encoder().encode
 
 
-class AskedConversation(Protocol):
-    """A request that has a conversation."""
+class AskedConversation:
+    """What is made of the fields of a request that has a conversation."""
 
     messages: list[MessageTurn]
     system: System | None
@@ -96,28 +97,36 @@ class AskedConversation(Protocol):
     output_format: JsonFormat | None
     context_management: ContextManagement | None
 
+    @cached_property
+    def prompt_form(self) -> ChatPrompt:
+        """The chat of the conversation, which was checked."""
+        deferred = {tool.name: tool for tool in self.tools or () if tool.defer_loading}
+        messages = [*_system(self.system)]
+        places = ["system" for _ in messages]
+        for index, turn in enumerate(self.messages):
+            messages += _messages(turn, deferred)
+            places += [f"messages[{index}]"] * (len(messages) - len(places))
+        continues = self.messages[-1].role == "assistant"
+        return ChatPrompt(
+            messages,
+            tools=tuple(_function(tool) for tool in self.tools or () if not tool.defer_loading),
+            wishes=_wishes(self),
+            continues_final=continues,
+            opens_answer=not continues,
+            places=tuple(places),
+            continues_param=_end(self),
+        )
+
+    def unknown_within(self, fields: Mapping[str, Raw]) -> list[str]:
+        found: dict[str, None] = {}
+        for name in ("messages", "system", "tools", "tool_choice", "thinking", "output_config"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, str):
+                found |= dict.fromkeys(surplus_fields(value, fields[name], name, name))
+        return [*found]
+
 
 # -- the chat -------------------------------------------------------------------------------------
-
-
-def chat_of(asked: AskedConversation) -> ChatPrompt:
-    """The chat of a conversation that was checked."""
-    deferred = {tool.name: tool for tool in asked.tools or () if tool.defer_loading}
-    messages = [*_system(asked.system)]
-    places = ["system" for _ in messages]
-    for index, turn in enumerate(asked.messages):
-        messages += _messages(turn, deferred)
-        places += [f"messages[{index}]"] * (len(messages) - len(places))
-    continues = asked.messages[-1].role == "assistant"
-    return ChatPrompt(
-        messages,
-        tools=tuple(_function(tool) for tool in asked.tools or () if not tool.defer_loading),
-        wishes=_wishes(asked),
-        continues_final=continues,
-        opens_answer=not continues,
-        places=tuple(places),
-        continues_param=_end(asked),
-    )
 
 
 def _system(system: System | None) -> Iterator[ChatMessage]:
@@ -398,14 +407,3 @@ def _check_end(asked: AskedConversation) -> None:
 def _end(asked: AskedConversation) -> str:
     """The name of what the last turn says."""
     return f"messages[{len(asked.messages) - 1}].content"
-
-
-def unknown_in(asked: AskedConversation, fields: Mapping[str, Raw]) -> list[str]:
-    """The names of fields that no shape has, within what it consists of. Raises InvalidJson where an object
-    has a field twice."""
-    found: dict[str, None] = {}
-    for name in ("messages", "system", "tools", "tool_choice", "thinking", "output_config"):
-        value = getattr(asked, name)
-        if value is not None and not isinstance(value, str):
-            found |= dict.fromkeys(surplus_fields(value, fields[name], name, name))
-    return [*found]

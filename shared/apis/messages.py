@@ -33,16 +33,14 @@ from shared.apis.message_blocks import (
     Turns,
 )
 from shared.apis.message_chat import (
-    chat_of,
+    AskedConversation,
     check_conversation,
     check_conversation_for_ours,
     choice_of,
     offered,
     structure_of,
-    unknown_in,
 )
 from shared.apis.nothing import EMPTY, EXTENSIONS, FALSE, LOOKED_INTO, NONE, Nothing
-from shared.apis.prompt import ChatPrompt
 from shared.apis.request import Request
 from shared.apis.structure import Structure
 from shared.apis.tools import FunctionTool, ToolChoice
@@ -86,7 +84,7 @@ _INSTEAD: Final[Mapping[str, str]] = {
 }
 
 
-class MessagesRequest(GenerationRequest, kw_only=True, dict=True):
+class MessagesRequest(AskedConversation, GenerationRequest, kw_only=True, dict=True):
     path: ClassVar[str] = "/v1/messages"
     operation: ClassVar[str] = "chat"
     prompt_param: ClassVar[str] = "messages"
@@ -135,13 +133,6 @@ class MessagesRequest(GenerationRequest, kw_only=True, dict=True):
     def check_for_ours(self, fields: Mapping[str, Raw]) -> None:
         check_conversation_for_ours(self)
         super().check_for_ours(fields)
-
-    def unknown_within(self, fields: Mapping[str, Raw]) -> list[str]:
-        return unknown_in(self, fields)
-
-    @cached_property
-    def prompt_form(self) -> ChatPrompt:
-        return chat_of(self)
 
     @cached_property
     def _offered(self) -> Sequence[tuple[int, FunctionTool]]:
@@ -204,7 +195,7 @@ class MessagesRequest(GenerationRequest, kw_only=True, dict=True):
         return None  # it need not fit into the context
 
 
-class CountTokensRequest(Request, kw_only=True, dict=True):
+class CountTokensRequest(AskedConversation, Request, kw_only=True, dict=True):
     """A request for the number of tokens that a request of Messages has before its answer."""
 
     path: ClassVar[str] = "/v1/messages/count_tokens"
@@ -227,13 +218,6 @@ class CountTokensRequest(Request, kw_only=True, dict=True):
 
     def check_for_ours(self, fields: Mapping[str, Raw]) -> None:
         check_conversation_for_ours(self)
-
-    def unknown_within(self, fields: Mapping[str, Raw]) -> list[str]:
-        return unknown_in(self, fields)
-
-    @cached_property
-    def prompt_form(self) -> ChatPrompt:
-        return chat_of(self)
 
 
 class CountTokensResponse(Struct):

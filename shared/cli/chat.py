@@ -64,23 +64,7 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
         description=f"Talk to a model. Ctrl-C stops an answer. {COMMANDS}",
         epilog="Without options it finds the `penstock up` that runs on this machine.",
     )
-    parser.add_argument(
-        "--url",
-        type=checked(base_url_problem),
-        help=f"base URL of an OpenAI-compatible server (default: of penstock up, or {DEFAULT_URL})",
-    )
-    parser.add_argument(
-        "--model",
-        metavar="NAME",
-        type=checked(terminal.text_problem),
-        help="model to talk to (default: the first that the server has)",
-    )
-    parser.add_argument(
-        "--key",
-        type=checked(key_problem, is_secret=True),
-        default=os.environ.get(KEY_VARIABLE) or None,
-        help=f"API key (default: ${KEY_VARIABLE}, or that of penstock up)",
-    )
+    add_server(parser)
     parser.add_argument(
         "-m",
         "--message",
@@ -91,10 +75,28 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
     parser.set_defaults(run=run)
 
 
-base_url_problem: Final = partial(url_problem, like="http://host:8000/v1")
+def add_server(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say which server is meant, and which model of it."""
+    parser.add_argument(
+        "--url",
+        type=checked(partial(url_problem, like="http://host:8000/v1")),
+        help=f"base URL of an OpenAI-compatible server (default: of penstock up, or {DEFAULT_URL})",
+    )
+    parser.add_argument(
+        "--model",
+        metavar="NAME",
+        type=checked(terminal.text_problem),
+        help="model to ask (default: the first that the server has)",
+    )
+    parser.add_argument(
+        "--key",
+        type=checked(_key_problem, is_secret=True),
+        default=os.environ.get(KEY_VARIABLE) or None,
+        help=f"API key (default: ${KEY_VARIABLE}, or that of penstock up)",
+    )
 
 
-def key_problem(key: str) -> str | None:
+def _key_problem(key: str) -> str | None:
     """Why a key cannot be sent; None when it can. Looser than for a key of ours: another server's may be
     longer."""
     return None if key.isascii() and key.isprintable() else "must be printable ASCII"
@@ -103,8 +105,9 @@ def key_problem(key: str) -> str | None:
 def run(options: argparse.Namespace) -> int:
     terminal.prepare()
     try:
-        with _connect(options.url, options.key) as (client, model):
-            conversation = Conversation(client, options.model or model or first_model(client))
+        server = server_of(options.url, options.key)
+        with client_of(server) as client:
+            conversation = Conversation(client, options.model or server.model or first_model(client))
             if options.message is not None:
                 show(conversation.say(options.message))
             else:
@@ -137,19 +140,16 @@ def server_of(asked: str | None, key: str | None) -> Server:
     return Server(running.url, key or running.key, running.model, verify)
 
 
-@contextlib.contextmanager
-def _connect(asked: str | None, key: str | None) -> Iterator[tuple[httpx.Client, str | None]]:
-    """An HTTP client, and the model of the `penstock up` that it talks to (None for any other server)."""
-    server = server_of(asked, key)
-    client = httpx.Client(
+def client_of(server: Server) -> httpx.Client:
+    """An HTTP client of a server."""
+    is_own = server.model is not None or server.url == DEFAULT_URL
+    return httpx.Client(
         base_url=server.url,
         headers={"authorization": f"Bearer {server.key}"} if server.key else {},
         timeout=httpx.Timeout(READ_TIMEOUT_S, connect=CONNECT_TIMEOUT_S),
-        trust_env=asked is not None,  # no proxy stands before this machine's own services
+        trust_env=not is_own,  # no proxy stands before this machine's own services
         verify=server.verify,
     )
-    with client:
-        yield client, server.model
 
 
 def _pinned(cert: str) -> ssl.SSLContext:
@@ -240,6 +240,7 @@ class Conversation:
 
 
 def first_model(client: httpx.Client) -> str:
+    """The first model that the server names. Raises ChatFailed."""
     with _failures(), client.stream("GET", "models") as answer:
         if answer.status_code != 200:
             raise _refusal(answer)

@@ -27,6 +27,8 @@ from shared.wire.undecodable import UNDECODABLE
 
 ANSWER_S: Final = 30.0
 PAGE: Final = "200"
+NO_LIMIT: Final = "none"
+"""The number of a limit that is taken away."""
 
 
 class KeeperFailed(Exception):
@@ -91,21 +93,35 @@ def id_problem(text: str) -> str | None:
     return None if is_id(text) else "must be 1 to 64 of A-Z a-z 0-9 . _ -"
 
 
-def limit_of(text: str) -> tuple[str, int]:
-    """An argparse type: a limit's name and its number."""
+def add_limits(parser: Parser, whose: str, *, lifts: bool = False) -> None:
+    """Add `--limit` and `--model-limit`. With `lifts` a limit's number may be `none`, which takes it away."""
+    parser.add_argument(
+        "--limit", metavar="NAME=NUMBER", action="append", dest="limits", type=partial(_limit, lifts),
+        help=f"a quota of {whose}, such as requests_per_min=60 or tokens_per_day=1000000",
+    )  # fmt: skip
+    parser.add_argument(
+        "--model-limit", metavar="MODEL:NAME=NUMBER", action="append", dest="model_limits",
+        type=partial(_model_limit, lifts),
+        help="one for a single model, such as qwen3-8b:requests_per_min=60",
+    )  # fmt: skip
+
+
+def _limit(lifts: bool, text: str) -> tuple[str, int | None]:
+    """A limit's name and its number."""
     name, _, number = text.partition("=")
+    if lifts and name and number == NO_LIMIT:
+        return name, None
     if not name or not number.isascii() or not number.isdigit():
         raise argparse.ArgumentTypeError(f"must be like requests_per_min=60, got {text!r}")
     return name, int(number)
 
 
-def model_limit_of(text: str) -> tuple[str, str, int]:
-    """An argparse type: a model, a limit's name and its number. The last colon ends the model's name, which
-    may have others."""
+def _model_limit(lifts: bool, text: str) -> tuple[str, str, int | None]:
+    """A model, a limit's name and its number. The last colon ends the model's name, which may have others."""
     model, _, limit = text.rpartition(":")
     if not model:
         raise argparse.ArgumentTypeError(f"must be like qwen3-8b:requests_per_min=60, got {text!r}")
-    return model, *limit_of(limit)
+    return model, *_limit(lifts, limit)
 
 
 def limits_of(options: argparse.Namespace) -> dict[str, Any]:
@@ -116,7 +132,7 @@ def limits_of(options: argparse.Namespace) -> dict[str, Any]:
         given["limits"] = dict(options.limits)
     if options.model_limits:
         _require_once("--model-limit", (f"{model}:{name}" for model, name, _ in options.model_limits))
-        by_model: dict[str, dict[str, int]] = {}
+        by_model: dict[str, dict[str, int | None]] = {}
         for model, name, number in options.model_limits:
             by_model.setdefault(model, {})[name] = number
         given["model_limits"] = [{"model": model, "limits": limits} for model, limits in by_model.items()]

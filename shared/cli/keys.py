@@ -21,14 +21,13 @@ from shared.cli.keeper import (
     Keeper,
     KeeperFailed,
     ModelLimitsShown,
+    add_limits,
     decoded,
     id_problem,
     keeper_of,
-    limit_of,
     limits_of,
     limits_shown,
     listed,
-    model_limit_of,
     show,
     target,
 )
@@ -135,22 +134,7 @@ def _add_create(parser: Parser) -> None:
         dest="endpoints",
         help="an endpoint that it may use, such as /v1/chat/completions (default: all)",
     )
-    parser.add_argument(
-        "--limit",
-        metavar="NAME=NUMBER",
-        action="append",
-        dest="limits",
-        type=limit_of,
-        help="a quota of this key alone, such as requests_per_min=60",
-    )
-    parser.add_argument(
-        "--model-limit",
-        metavar="MODEL:NAME=NUMBER",
-        action="append",
-        dest="model_limits",
-        type=model_limit_of,
-        help="a quota of this key alone for one model, such as qwen3-8b:requests_per_min=60",
-    )
+    add_limits(parser, "this key alone")
     parser.add_argument(
         "--label", metavar="TEXT", action="append", dest="labels", help="a note for operators"
     )

@@ -18,9 +18,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import math
-import os
 import random
 import statistics
 import sys
@@ -30,15 +28,15 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Final
+from typing import Annotated, Any, Final
 
 import httpx
 import msgspec
+from msgspec import Meta
 
 from shared.cli import terminal
-from shared.cli.chat import DEFAULT_URL, ChatFailed, base_url_problem, key_problem, server_of
-from shared.cli.running import KEY_VARIABLE
-from shared.process.arguments import checked
+from shared.cli.chat import ChatFailed, add_server, client_of, first_model, server_of
+from shared.process.arguments import spelt
 
 WORDS: Final = (
     *("river", "stone", "light", "green", "house", "water", "paper", "cloud", "music", "table", "seven"),
@@ -426,6 +424,11 @@ def _most_at_once(sent: Sequence[Sent]) -> int:
 # -- the command ----------------------------------------------------------------------------------
 
 
+def _number(low: float, high: float | None = None) -> Callable[[str], Any]:
+    """An argparse type: numbers like these, whole ones where `low` is one."""
+    return spelt(Annotated[type(low), Meta(ge=low, le=high)])
+
+
 def add_parser(names: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `serve` to `penstock bench`."""
     parser = names.add_parser(
@@ -434,27 +437,19 @@ def add_parser(names: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    add_server(parser)
     add = parser.add_argument
-    add("--url", type=checked(base_url_problem), help=f"base URL (default: of penstock up, or {DEFAULT_URL})")
-    add("--model", metavar="NAME", type=checked(terminal.text_problem), help="default: the first it lists")
-    key = checked(key_problem, is_secret=True)
-    add(
-        "--key",
-        type=key,
-        default=os.environ.get(KEY_VARIABLE) or None,
-        help=f"API key (default: ${KEY_VARIABLE}, or that of penstock up)",
-    )
     endpoints = ("/chat/completions", "/completions")
     add("--endpoint", choices=endpoints, default=endpoints[0], help="default: %(default)s")
-    add("--num-prompts", type=_whole(1, PROMPTS_MAX), default=100, help="requests in all (default: 100)")
+    add("--num-prompts", type=_number(1, PROMPTS_MAX), default=100, help="requests in all (default: 100)")
     add("--request-rate", type=_number(1e-3), default=math.inf, help="requests per second (default: inf)")
     add("--burstiness", type=_number(1e-3), default=1.0, help="1: Poisson; less: burstier (default: 1)")
-    add("--max-concurrency", type=_whole(1, 65_536), help="requests at a time at most")
-    add("--random-input-len", type=_whole(1, 2**24), default=1024, help="tokens of a prompt (default: 1024)")
-    add("--random-output-len", type=_whole(1, 2**24), default=128, help="tokens of an answer (default: 128)")
-    add("--random-prefix-len", type=_whole(0, 2**24), default=0, help="tokens that all prompts share")
+    add("--max-concurrency", type=_number(1, 65_536), help="requests at a time at most")
+    add("--random-input-len", type=_number(1, 2**24), default=1024, help="tokens of a prompt (default: 1024)")
+    add("--random-output-len", type=_number(1, 2**24), default=128, help="tokens of an answer (default: 128)")
+    add("--random-prefix-len", type=_number(0, 2**24), default=0, help="tokens that all prompts share")
     add("--random-range-ratio", type=_number(0.0, 0.999), default=0.0, help="lengths vary by this share")
-    add("--seed", type=_whole(0, 2**31), default=0, help="of prompts, lengths and times (default: 0)")
+    add("--seed", type=_number(0, 2**31), default=0, help="of prompts, lengths and times (default: 0)")
     add("--ignore-eos", action="store_true", help="answers of full length, where the server knows how")
     add("--temperature", type=_number(0.0, 2.0), help="default: the server's")
     names_help = f"of {', '.join(METRICS)} (default: ttft,tpot,itl)"
@@ -464,25 +459,6 @@ def add_parser(names: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     add("--timeout", type=_number(1e-3, REQUEST_S), default=REQUEST_S, metavar="S", help="of one request")
     add("--result-filename", type=Path, metavar="FILE", help="write the result to FILE as JSON as well")
     parser.set_defaults(run=run)
-
-
-def _whole(low: int, high: int) -> Callable[[str], int]:
-    def convert(text: str) -> int:
-        if not (text.isascii() and text.isdecimal() and low <= int(text) <= high):
-            raise argparse.ArgumentTypeError(f"must be a whole number of {low} to {high}, got {text!r}")
-        return int(text)
-
-    return convert
-
-
-def _number(low: float, high: float = math.inf) -> Callable[[str], float]:
-    def convert(text: str) -> float:
-        with contextlib.suppress(ValueError):
-            if low <= (value := float(text)) <= high:
-                return value
-        raise argparse.ArgumentTypeError(f"must be a number of {low:g} to {high:g}, got {text!r}")
-
-    return convert
 
 
 def _metrics(text: str) -> tuple[str, ...]:
@@ -514,6 +490,9 @@ def run(options: argparse.Namespace) -> int:
 
 async def _measure(options: argparse.Namespace) -> tuple[Load, ServingReport]:
     server = server_of(options.url, options.key)
+    if (model := options.model or server.model) is None:
+        with client_of(server) as asked:
+            model = first_model(asked)
     client = httpx.AsyncClient(
         base_url=server.url,
         headers={"authorization": f"Bearer {server.key}"} if server.key else {},
@@ -525,7 +504,7 @@ async def _measure(options: argparse.Namespace) -> tuple[Load, ServingReport]:
     async with client:
         load = Load(
             endpoint=options.endpoint,
-            model=options.model or server.model or await _first_model(client),
+            model=model,
             prompts=options.num_prompts,
             rate=options.request_rate,
             burstiness=options.burstiness,
@@ -543,19 +522,3 @@ async def _measure(options: argparse.Namespace) -> tuple[Load, ServingReport]:
         lengths = await _lengths(caller, load.seed)
         sent = await send_all(caller, load, lengths)
     return load, ServingReport.of(sent, options.percentile_metrics, options.metric_percentiles)
-
-
-class _Named(msgspec.Struct):
-    id: str
-
-
-class _Models(msgspec.Struct):
-    data: list[_Named]
-
-
-async def _first_model(client: httpx.AsyncClient) -> str:
-    answer = await client.get("models")
-    with contextlib.suppress(msgspec.DecodeError):
-        if models := msgspec.json.decode(answer.content, type=_Models).data:
-            return models[0].id
-    raise LoadFailed(f"{client.base_url} names no model (HTTP {answer.status_code}); choose one with --model")

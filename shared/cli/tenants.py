@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, Final
 
 from msgspec import Struct
@@ -14,22 +14,19 @@ from shared.cli.keeper import (
     Keeper,
     KeeperFailed,
     ModelLimitsShown,
+    add_limits,
     decoded,
     id_problem,
     keeper_of,
-    limit_of,
     limits_of,
     limits_shown,
     listed,
-    model_limit_of,
     show,
     target,
 )
 from shared.process.arguments import Parser, checked
 
 COLUMNS: Final = ("id", "tier", "limits", "models")
-NO_LIMIT: Final = "none"
-"""The number of a limit that is taken away."""
 TIERS: Final = ("flex", "default", "priority")
 
 
@@ -63,10 +60,10 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
     create.add_argument(
         "--service-tier", choices=TIERS, help="the highest tier of its requests (default: default)"
     )
-    _add_limits(create, limit_of, model_limit_of)
+    add_limits(create, "all its keys together")
     limit = actions.add_parser("limit", parents=[where], help="change a tenant's limits, and no others of it")
     _add_id(limit)
-    _add_limits(limit, _change_of(limit_of), _change_of(model_limit_of))
+    add_limits(limit, "all its keys together", lifts=True)
     delete = actions.add_parser(
         "delete",
         parents=[where],
@@ -78,29 +75,6 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
 
 def _add_id(parser: Parser) -> None:
     parser.add_argument("id", metavar="ID", type=checked(id_problem))
-
-
-def _add_limits(parser: Parser, limit: Callable[[str], Any], model_limit: Callable[[str], Any]) -> None:
-    parser.add_argument(
-        "--limit", metavar="NAME=NUMBER", action="append", dest="limits", type=limit,
-        help="a quota of all its keys together, such as requests_per_min=60 or tokens_per_day=1000000",
-    )  # fmt: skip
-    parser.add_argument(
-        "--model-limit", metavar="MODEL:NAME=NUMBER", action="append", dest="model_limits", type=model_limit,
-        help="one for a single model, such as qwen3-8b:requests_per_min=60",
-    )  # fmt: skip
-
-
-def _change_of(limit: Callable[[str], tuple[Any, ...]]) -> Callable[[str], tuple[Any, ...]]:
-    """A limit, or `none` for its number, which takes it away."""
-
-    def convert(text: str) -> tuple[Any, ...]:
-        name, equals, number = text.rpartition("=")
-        if equals and number == NO_LIMIT:
-            return (*limit(f"{name}=0")[:-1], None)
-        return limit(text)
-
-    return convert
 
 
 def run(options: argparse.Namespace) -> int:

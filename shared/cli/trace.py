@@ -12,13 +12,14 @@ from contextlib import ExitStack
 from gzip import BadGzipFile, GzipFile
 from heapq import nlargest
 from pathlib import Path
-from typing import BinaryIO, Final, cast
+from typing import Annotated, BinaryIO, Final, cast
 
 import msgspec
+from msgspec import Meta
 
 from shared.cli import admin, terminal
 from shared.cli.keeper import id_problem
-from shared.process.arguments import Parser, checked
+from shared.process.arguments import Parser, checked, spelt
 from shared.trace.join import join
 from shared.trace.log_reading import LINES_MAX, DamagedLine, LogReading, SlowestReading, Tail, parse
 from shared.trace.request_records import RequestPage, RequestRecords, RequestSummary
@@ -28,17 +29,13 @@ from shared.wire.silence import Silent
 
 STDIN: Final = "-"
 SLOWEST_MAX: Final = 1000
+Slowest = Annotated[int, Meta(ge=1, le=SLOWEST_MAX)]
 PAGE_ROWS: Final = 1000
 PAGES_MAX: Final = 32
 """Pages of a gateway's requests that are read: more than it has memory for."""
 GZIP: Final = b"\x1f\x8b"
 """The beginning of a file that gzip has packed."""
 POLL_S: Final = 0.5
-
-
-def _count_problem(text: str) -> str | None:
-    is_number = text.isascii() and text.isdecimal() and len(text) < 5 and 1 <= int(text) <= SLOWEST_MAX
-    return None if is_number else f"must be a whole number from 1 to {SLOWEST_MAX}"
 
 
 def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
@@ -64,7 +61,7 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
         help="logs of gateways and engines, in any order, mixed, also packed by gzip; - is standard input",
     )
     parser.add_argument(
-        "--slowest", metavar="N", type=checked(_count_problem), help="show the N requests that took longest"
+        "--slowest", metavar="N", type=spelt(Slowest), help="show the N requests that took longest"
     )
     parser.add_argument("--follow", action="store_true", help="show each request as it ends, in a row")
     parser.add_argument("--json", action="store_true", help="one JSON object per request")
@@ -98,7 +95,7 @@ def _tell(problem: str) -> None:
 
 
 def _from_logs(options: argparse.Namespace) -> int:
-    slowest = None if options.slowest is None else SlowestReading(int(options.slowest))
+    slowest = None if options.slowest is None else SlowestReading(options.slowest)
     reading = slowest or LogReading(options.request_id)
     broken = []
     for name, log in _opened(options.logs):
@@ -154,7 +151,7 @@ def _problems(reading: LogReading | SlowestReading, logs: list[str]) -> list[str
 def _from_gateway(options: argparse.Namespace) -> int:
     if options.slowest is not None:
         kept = {(one.number, one.request_id): one for one in _kept(options.admin_url)}
-        slowest = nlargest(int(options.slowest), kept.values(), key=lambda one: one.total_ms)
+        slowest = nlargest(options.slowest, kept.values(), key=lambda one: one.total_ms)
         for one in slowest:
             print(json.dumps(msgspec.to_builtins(one)) if options.json else summary_row(one))
         return 0 if slowest else 1

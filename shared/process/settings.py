@@ -29,6 +29,7 @@ from dataclasses import MISSING, dataclass, fields, is_dataclass
 from datetime import datetime
 from functools import cache
 from typing import Annotated, Any, Final, Literal
+from urllib.parse import SplitResult, urlsplit
 
 import msgspec
 from msgspec import Meta
@@ -73,6 +74,16 @@ def is_unicode(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+def url_parts(text: str) -> SplitResult | None:
+    """The parts of an http or https URL of a server. None where the text is none."""
+    try:
+        parts = urlsplit(text)
+        names_server = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port or an IPv6 address that is none
+        return None
+    return parts if names_server and text.isprintable() and " " not in text else None
 
 
 Port = Annotated[int, Meta(ge=0, le=65_535, title="port")]

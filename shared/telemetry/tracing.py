@@ -21,14 +21,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, Protocol
-from urllib.parse import urlsplit
 
 import msgspec
 from msgspec import Meta, Struct
 
 from shared.apis.table import OPERATIONS
 from shared.process.metrics import Exemplar
-from shared.process.settings import Rule
+from shared.process.settings import Rule, url_parts
 from shared.telemetry import genai
 from shared.telemetry.stages import Stages, TraceContext
 from shared.wire.completed_line import ENGINE_STAGES
@@ -41,16 +40,7 @@ RATIO_BITS: Final = 56
 """The bits of a trace's id that are random (W3C Trace Context, level 2), from the right."""
 
 
-def _is_url(text: str) -> bool:
-    try:
-        parts = urlsplit(text)
-        named = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # a port or an IPv6 address that is none
-        return False
-    return named and text.isprintable() and " " not in text
-
-
-CollectorUrl = Annotated[str, Meta(min_length=1), Rule("be an http or https URL", _is_url)]
+CollectorUrl = Annotated[str, Meta(min_length=1), Rule("be an http or https URL", url_parts)]
 """A collector's URL. Of another one nobody hears before the first spans are to be sent."""
 
 

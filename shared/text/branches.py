@@ -25,7 +25,7 @@ from shared.apis.prompt import (
 from shared.fairness.fair_threads import Slices
 from shared.text.deciding import MARK, Deciding
 from shared.text.known_pieces import TenantPieces
-from shared.text.prompts import prompt_slices, text_slices
+from shared.text.prompts import CUT_PARAM, check_sum, most_of, part_slices, prompt_slices, text_slices
 from shared.text.reranking import Reranking
 from shared.text.text_slices import SLICE_LEN
 from shared.text.tokenizer import Tokenizer, decision_chat
@@ -34,7 +34,6 @@ from shared.wire.room import Room
 
 AT_ONCE: Final = 32
 """The most prompts whose own parts are encoded in one slice: each takes some 30 us and more."""
-CUT_PARAM: Final = "truncate_prompt_tokens"
 DECIDES_NOTHING: Final = "This model decides nothing: it has no chat template, or no labels for answers."
 NO_RERANKER: Final = "This model is no reranker: it ranks no documents."
 
@@ -146,30 +145,6 @@ def _cut_len(given: RerankPrompt, room: Room | None, around_len: int) -> int | N
 # -- what all of them share -----------------------------------------------------------------------
 
 
-def part_slices(
-    tokenizer: Tokenizer, text: str, room: Room | None, param: str, cut_len: int | None
-) -> Slices[list[int]]:
-    """The ids of a part of a prompt; where `cut_len` is given the first so many, and no more of it is encoded
-    than that takes."""
-    slicer = tokenizer.slicer
-    if cut_len is None or slicer is None or len(text) <= SLICE_LEN:
-        bound = room if cut_len is None else None
-        ids = yield from text_slices(tokenizer, text, bound, param, add_special_tokens=False)
-        return ids[:cut_len]
-    ids = []
-    for piece in slicer.slices(text):
-        ids += tokenizer.encode(piece, add_special_tokens=False)
-        if len(ids) >= cut_len:
-            break
-        yield
-    return ids[:cut_len]
-
-
-def most_of(room: Room | None) -> int:
-    """The most tokens of a prompt behind which nothing is generated."""
-    return TOKENS_MAX if room is None else min(room.prompt_most, TOKENS_MAX)
-
-
 def check_room(room: Room | None, tokens: int, place: str) -> None:
     """Raises ContextLengthExceeded or NeverFits where there is no room for so many tokens of one prompt,
     which has what is at `place`."""
@@ -180,9 +155,3 @@ def check_room(room: Room | None, tokens: int, place: str) -> None:
         return
     error, holds = room.refused(tokens)
     raise error(f"{holds}, and the prompt with {place} has {tokens} or more.", param=place)
-
-
-def check_sum(tokens: int, param: str) -> None:
-    """Raises InvalidRequest where all prompts together have too many tokens."""
-    if tokens > TOKENS_MAX:
-        raise InvalidRequest(f"There are more than {TOKENS_MAX} tokens in {param}.", param=param)

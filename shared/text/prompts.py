@@ -95,8 +95,7 @@ def _encoded(
         else:
             prompts.append((yield from _cut_slices(tokenizer, text, cut_len, given.param)))
         tokens += len(prompts[-1])
-        if tokens > TOKENS_MAX:
-            raise _too_many(given.param)
+        check_sum(tokens, given.param)
         encoded_len += len(text)
         if encoded_len >= SLICE_LEN:
             encoded_len = 0
@@ -129,15 +128,14 @@ def _filled(
         tokens += len(prompts[-1])
         if len(prompts[-1]) > _most(room):
             raise _too_long(room, given.param, len(prompts[-1]))
-        if tokens > TOKENS_MAX:
-            raise _too_many(given.param)
+        check_sum(tokens, given.param)
         yield
     return prompts
 
 
 def _cut_len(given: TextPrompt, room: Room | None) -> int | None:
     """The tokens that prompts are cut to. None where they are not cut. Raises InvalidRequest."""
-    most = TOKENS_MAX if room is None else min(room.prompt_most, TOKENS_MAX)
+    most = most_of(room)
     if given.cut in (None, CUT_TO_ROOM):
         return None if given.cut is None else most
     assert given.cut is not None
@@ -156,17 +154,8 @@ def _cut_slices(tokenizer: Tokenizer, text: str, cut_len: int, param: str) -> Sl
     if own_len < 1:
         least = len(before) + len(after) + 1
         raise InvalidRequest(f"{CUT_PARAM} must be at least {least} here.", param=CUT_PARAM)
-    slicer = tokenizer.slicer
-    if slicer is None or len(text) <= SLICE_LEN:
-        ids = yield from text_slices(tokenizer, text, None, param, add_special_tokens=False)
-    else:
-        ids = []
-        for piece in slicer.slices(text):
-            ids += tokenizer.encode(piece, add_special_tokens=False)
-            if len(ids) >= own_len:
-                break
-            yield
-    return [*before, *ids[:own_len], *after]
+    ids = yield from part_slices(tokenizer, text, None, param, own_len)
+    return [*before, *ids, *after]
 
 
 def text_slices(
@@ -206,6 +195,36 @@ def text_slices(
         if not is_known or not number % KNOWN_AT_ONCE:
             yield
     return [*ids, *after]
+
+
+def part_slices(
+    tokenizer: Tokenizer, text: str, room: Room | None, param: str, cut_len: int | None
+) -> Slices[list[int]]:
+    """The ids of a part of a prompt; where `cut_len` is given the first so many, and no more of it is encoded
+    than that takes."""
+    slicer = tokenizer.slicer
+    if cut_len is None or slicer is None or len(text) <= SLICE_LEN:
+        bound = room if cut_len is None else None
+        ids = yield from text_slices(tokenizer, text, bound, param, add_special_tokens=False)
+        return ids[:cut_len]
+    ids = []
+    for piece in slicer.slices(text):
+        ids += tokenizer.encode(piece, add_special_tokens=False)
+        if len(ids) >= cut_len:
+            break
+        yield
+    return ids[:cut_len]
+
+
+def most_of(room: Room | None) -> int:
+    """The most tokens of a prompt behind which nothing is generated."""
+    return TOKENS_MAX if room is None else min(room.prompt_most, TOKENS_MAX)
+
+
+def check_sum(tokens: int, param: str) -> None:
+    """Raises InvalidRequest where all prompts together have too many tokens."""
+    if tokens > TOKENS_MAX:
+        raise _too_many(param)
 
 
 def span_slices(tokenizer: Tokenizer, text: str) -> Slices[tuple[list[int], list[CharSpan]]]:

@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC
 from typing import Final
 
+import msgspec
+
 from shared.trace.axis import Axis, Bar, axis, named
 from shared.trace.join import Trace
 from shared.trace.request_records import RequestRecord, RequestSummary, Tick
@@ -279,17 +281,6 @@ def summary_row(one: RequestSummary, causes: Sequence[Why] = ()) -> str:
 
 def line_row(line: Line) -> str:
     """A completed line in one row."""
-    one = RequestSummary(
-        request_id=line.request_id,
-        is_live=False,
-        began_at=line.ts,
-        total_ms=line.total_ms,
-        stage=line.stage,
-        method=line.method,
-        endpoint=line.endpoint,
-        tenant=line.tenant,
-        model=line.model,
-        status=line.status,
-        end_reason=line.end_reason,
-    )
+    told = {**msgspec.structs.asdict(line), "is_live": False, "began_at": line.ts}
+    one = msgspec.convert(told, RequestSummary)
     return summary_row(one, reasons(line) if isinstance(line, GatewayLine) else reasons(None, [line]))

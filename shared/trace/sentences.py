@@ -106,10 +106,6 @@ def _copies(cause: Cause) -> str:
     return f"{count(cause.pages, 'page')} of preempted sequences were copied"
 
 
-def _host(_: Cause) -> str:
-    return "the host was busy between two steps"
-
-
 def _slow(cause: Cause) -> str:
     return f"a step of {count(cause.decodes, 'stream')} that usually takes {duration(cause.expected_ms)}"
 
@@ -129,24 +125,8 @@ def _preempted(why: str) -> Callable[[Cause], str]:
     return say
 
 
-def _stalled(cause: Cause) -> str:
-    return f"stalled {duration(cause.ms)}: this client did not read"
-
-
-def _tokenizer(cause: Cause) -> str:
-    return f"tokenizing took {duration(cause.ms)}"
-
-
-def _core_silent(cause: Cause) -> str:
-    return f"{duration(cause.ms)}: the engine's core process did not answer"
-
-
-def _grammar(cause: Cause) -> str:
-    return f"making and trying its grammar took {duration(cause.ms)}"
-
-
-def _masks(cause: Cause) -> str:
-    return f"its grammar took the core {duration(cause.ms)}, in which steps may have gone on without it"
+def _plain(words: str) -> Callable[[Cause], str]:
+    return lambda cause: words.format(duration(cause.ms))
 
 
 _SENTENCES: Final[Mapping[str, Callable[[Cause], str]]] = {
@@ -158,15 +138,15 @@ _SENTENCES: Final[Mapping[str, Callable[[Cause], str]]] = {
     CauseCode.PREFILL: _prefill,
     CauseCode.GAP_PROMPTS: _gap(_prompts),
     CauseCode.GAP_COPIES: _gap(_copies),
-    CauseCode.GAP_HOST: _gap(_host),
+    CauseCode.GAP_HOST: _gap(lambda _: "the host was busy between two steps"),
     CauseCode.GAP_SLOW: _gap(_slow),
     CauseCode.GAP_DECODES: _gap(_decodes),
     CauseCode.PREEMPTED_CLASS: _preempted("a request of a higher class took its place"),
     CauseCode.PREEMPTED_SHARE: _preempted("a tenant that held less took its place"),
     CauseCode.PREEMPTED_PAGES: _preempted("others grew into its pages"),
-    CauseCode.STALLED: _stalled,
-    CauseCode.TOKENIZER: _tokenizer,
-    CauseCode.GRAMMAR: _grammar,
-    CauseCode.CORE_SILENT: _core_silent,
-    CauseCode.MASKS: _masks,
+    CauseCode.STALLED: _plain("stalled {}: this client did not read"),
+    CauseCode.TOKENIZER: _plain("tokenizing took {}"),
+    CauseCode.GRAMMAR: _plain("making and trying its grammar took {}"),
+    CauseCode.CORE_SILENT: _plain("{}: the engine's core process did not answer"),
+    CauseCode.MASKS: _plain("its grammar took the core {}, in which steps may have gone on without it"),
 }

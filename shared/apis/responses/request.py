@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Annotated, Any, ClassVar, Final, Literal, Protocol
+from typing import Annotated, ClassVar, Final, Literal
 
 import msgspec
 from msgspec import Meta, Raw, Struct
@@ -85,23 +85,43 @@ class ResponsesStreamOptions(Unshown):
     """Accepted. The last event always tells the usage."""
 
 
-class _Fields(Protocol):
-    """The fields by which a response's request becomes a prompt."""
+class _Prompted:
+    """What is made of the fields of a request by which a response's conversation becomes a prompt."""
 
     input: Input
     instructions: str | None
     tools: list[ResponsesTool] | None
-    tool_choice: str | ResponsesChoice | None
     reasoning: ReasoningConfig | None
     text: TextConfig | None
-    previous_response_id: str | None
     conversation: Raw
 
-    @property
-    def said(self) -> InputMessages: ...
+    @cached_property
+    def said(self) -> InputMessages:
+        return conversation(self.instructions, self.input)
 
-    @property
-    def offers(self) -> OfferedTools: ...
+    @cached_property
+    def offers(self) -> OfferedTools:
+        return offered(self.tools)
+
+    @cached_property
+    def prompt_form(self) -> ChatPrompt:
+        effort = None if self.reasoning is None else self.reasoning.effort
+        return ChatPrompt(
+            self.said.messages,
+            "input",
+            tools=self.offers.told,
+            arguments={} if effort is None else {"reasoning_effort": effort},
+            places=self.said.places,
+            effort_param="reasoning.effort",
+        )
+
+    def unknown_within(self, fields: Mapping[str, Raw]) -> list[str]:
+        found: dict[str, None] = {}
+        for name in ("input", "tools", "reasoning", "text", "tool_choice"):
+            value = getattr(self, name)
+            if isinstance(value, list | Struct):
+                found |= dict.fromkeys(surplus_fields(value, fields[name], name, name))
+        return [*found]
 
 
 def nothing_stored(path: str) -> NotFound | None:
@@ -110,20 +130,6 @@ def nothing_stored(path: str) -> NotFound | None:
     if id_ == path:
         return None
     return NotFound(f"There is no response '{id_.split('/')[0][:128]}': none is stored here.", param="id")
-
-
-def _prompt(asked: _Fields) -> ChatPrompt:
-    effort = None if asked.reasoning is None else asked.reasoning.effort
-    arguments: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
-    said = asked.said
-    return ChatPrompt(
-        said.messages,
-        "input",
-        tools=asked.offers.told,
-        arguments=arguments,
-        places=said.places,
-        effort_param="reasoning.effort",
-    )
 
 
 def check_unstored(asked: ResponsesRequest | InputTokensRequest) -> None:
@@ -152,12 +158,12 @@ def _own_place(place: str, count: int) -> str:
     return f"input[{index}]{place[found.end() :]}" if index >= 0 else "previous_response_id"
 
 
-def _check_conversation(asked: _Fields) -> None:
+def _check_conversation(asked: _Prompted) -> None:
     if asked.conversation != _NULL:
         raise unsupported("conversation", "input, with the items of the turns before")
 
 
-def _check_prompt_fields(asked: _Fields) -> None:
+def _check_prompt_fields(asked: _Prompted) -> None:
     """Check what our engines take of the fields that make the prompt."""
     if asked.said.image is not None:
         raise unsupported(asked.said.image)
@@ -189,19 +195,7 @@ def _check_arguments(given: Input, before: int) -> None:
                 raise InvalidRequest(f"{where} must be a JSON object, as text.", param=where) from None
 
 
-_LOOKED_AT: Final = ("input", "tools", "reasoning", "text", "tool_choice")
-
-
-def _unknown_within(asked: Struct, fields: Mapping[str, Raw]) -> list[str]:
-    found: dict[str, None] = {}
-    for name in _LOOKED_AT:
-        value = getattr(asked, name)
-        if isinstance(value, list | Struct):
-            found |= dict.fromkeys(surplus_fields(value, fields[name], name, name))
-    return [*found]
-
-
-class ResponsesRequest(GenerationRequest, kw_only=True, dict=True):
+class ResponsesRequest(_Prompted, GenerationRequest, kw_only=True, dict=True):
     path: ClassVar[str] = "/v1/responses"
     operation: ClassVar[str] = "chat"
     prompt_param: ClassVar[str] = "input"
@@ -276,20 +270,8 @@ class ResponsesRequest(GenerationRequest, kw_only=True, dict=True):
     prompt_cache_retention: str | None = None
 
     @cached_property
-    def said(self) -> InputMessages:
-        return conversation(self.instructions, self.input)
-
-    @cached_property
-    def offers(self) -> OfferedTools:
-        return offered(self.tools)
-
-    @cached_property
     def choosing(self) -> Choosing:
         return chosen_of(self.tool_choice, self.offers.called)
-
-    @cached_property
-    def prompt_form(self) -> ChatPrompt:
-        return _prompt(self)
 
     def check(self, fields: Mapping[str, Raw]) -> None:
         _check_conversation(self)
@@ -308,9 +290,6 @@ class ResponsesRequest(GenerationRequest, kw_only=True, dict=True):
             if name not in (LOGPROBS, ENCRYPTED) and name not in _OF_OTHERS:
                 raise unsupported(f"include[{at}]")
         _ = self.choosing
-
-    def unknown_within(self, fields: Mapping[str, Raw]) -> list[str]:
-        return _unknown_within(self, fields)
 
     @property
     def tools_asked(self) -> Sequence[Tool]:
@@ -363,7 +342,7 @@ class ResponsesRequest(GenerationRequest, kw_only=True, dict=True):
         return ENCRYPTED in (self.include or ())
 
 
-class InputTokensRequest(Request, kw_only=True, dict=True):
+class InputTokensRequest(_Prompted, Request, kw_only=True, dict=True):
     """The fields of a response's request that make the prompt, which is counted."""
 
     path: ClassVar[str] = "/v1/responses/input_tokens"
@@ -388,18 +367,6 @@ class InputTokensRequest(Request, kw_only=True, dict=True):
     parallel_tool_calls: bool | None = None
     truncation: Literal["auto", "disabled"] | None = None
 
-    @cached_property
-    def said(self) -> InputMessages:
-        return conversation(self.instructions, self.input)
-
-    @cached_property
-    def offers(self) -> OfferedTools:
-        return offered(self.tools)
-
-    @cached_property
-    def prompt_form(self) -> ChatPrompt:
-        return _prompt(self)
-
     def check(self, fields: Mapping[str, Raw]) -> None:
         _check_conversation(self)
         _ = self.prompt_form
@@ -407,6 +374,3 @@ class InputTokensRequest(Request, kw_only=True, dict=True):
     def check_for_ours(self, fields: Mapping[str, Raw]) -> None:
         check_unstored(self)
         _check_prompt_fields(self)
-
-    def unknown_within(self, fields: Mapping[str, Raw]) -> list[str]:
-        return _unknown_within(self, fields)

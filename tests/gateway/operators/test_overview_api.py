@@ -16,7 +16,7 @@ from gateway.operators.figures import EngineFigures
 from gateway.operators.key_uses import KeyUsesApi
 from gateway.operators.operations import operation_of
 from gateway.operators.overview import EVERY_S, LOADS_MAX, OverviewApi
-from gateway.operators.together import OperatorAnswer, PartOf, together
+from gateway.operators.together import OperatorAnswer, together
 from gateway.request import minutes as module
 from gateway.request.key_uses import USES_MAX, KeyUses
 from gateway.request.minutes import BUCKETS, CODES_MAX, KINDS_MAX, MINUTES_MAX, OTHER, Minutes, edges_ms
@@ -115,7 +115,7 @@ def test_the_rows_of_several_are_added_up_and_loads_say_whose_they_are() -> None
     ]
     answers = [OperatorAnswer(200, {}, json.dumps(_told(api)).encode()) for api in apis]
     merges = operation_of(apis[0]._answer).merges
-    whole = json.loads(together({None: answers[0], "b": answers[1]}, (), merges, part_of=PartOf.GATEWAY).body)
+    whole = json.loads(together({None: answers[0], "b": answers[1]}, (), merges).body)
     assert [(row["replica"], row["requests"]) for row in whole["rows"]] == [("r", 3), ("s", 1)]
     assert [sum(row["first_token"].values()) for row in whole["rows"]] == [3, 1]
     assert whole["edges_ms"] == edges_ms()
@@ -186,7 +186,7 @@ def test_of_several_the_latest_counts() -> None:
     }
     told = {name: OperatorAnswer(200, {}, json.dumps(one).encode()) for name, one in answers.items()}
     merges = operation_of(KeyUsesApi(KeyUses())._answer).merges
-    assert json.loads(together(told, (), merges, part_of=PartOf.GATEWAY).body) == {
+    assert json.loads(together(told, (), merges).body) == {
         "since": "2026-11-01T00:00:05Z",
         "data": {"a": later, "b": later},
     }

@@ -17,7 +17,7 @@ from gateway.operators.requests import (
     RequestsApi,
     RequestsQuery,
 )
-from gateway.operators.together import OperatorAnswer, PartOf, together
+from gateway.operators.together import OperatorAnswer, together
 from gateway.relay.stream import TICK_LEN, Ticks
 from gateway.request.recorder import BYTES_MAX, SUMMARY_LEN, TICKS_LEN, Recorder, summary_of
 from gateway.routing.sessions import session_id
@@ -412,7 +412,7 @@ def test_the_pages_of_several_workers_are_one_and_what_one_has_is_found() -> Non
     one = {1: answer_of(404, {"error": {}}), 2: answer_of(200, {"data": [{"line": {}}]})}
     assert json.loads(together(one, (), JOINED).body) == {"data": [{"line": {}}]}
     nothing = {None: answer_of(404, {"error": {"message": "There is none."}})}
-    missing = together(nothing, ["b"], JOINED, part_of=PartOf.GATEWAY)
+    missing = together(nothing, ["b"], JOINED)
     told = json.loads(together({1: missing, 2: one[2]}, (), JOINED).body)
     assert (told["silent_gateways"], told["partial"]) == (["b"], True), "it may have more"
     none = {1: answer_of(404, {"error": {}}), 2: answer_of(404, {"error": {}})}
