@@ -41,12 +41,7 @@ PLACES: Final[dict[str, Callable[[str], Fields]]] = {
     },
 }
 places = pytest.mark.parametrize("place", PLACES)
-
-
-@pytest.fixture
-def protocol() -> str:
-    """What engines of other makes speak."""
-    return "http1"
+pytestmark = pytest.mark.hop("http1")  # what engines of other makes speak
 
 
 def read_by(engine_body: Fields, letter: str) -> int:

@@ -29,12 +29,7 @@ from tests.gateway.redis_server import (
 
 OTHER = {"headers": {"authorization": f"Bearer {OTHER_KEY}"}}
 PASSWORD = "correct-horse-battery"
-
-
-@pytest.fixture
-def protocol() -> str:
-    """Only one: what the gateway speaks to engines makes no difference here."""
-    return "http2"
+pytestmark = pytest.mark.hop("http2")
 
 
 def in_redis(url: str, *, gateways: int = 1, **more: Any) -> dict[str, Any]:

@@ -27,11 +27,7 @@ from tests.gateway.conftest import House, Open, until
 from tests.gateway.fake_engine import Script, unary
 
 PAYER: Final = Payer(TenantId("acme"), KeyId("k1"), "tiny")
-
-
-@pytest.fixture
-def protocol() -> str:
-    return "http2"
+pytestmark = pytest.mark.hop("http2")
 
 
 @pytest.fixture

@@ -145,12 +145,7 @@ http {{
 """
 """As permissive as it gets: headers that nginx would drop are passed on, and bodies as they come. All
 requests share one connection to the gateway."""
-
-
-@pytest.fixture
-def protocol() -> str:
-    """The hop's protocol, which makes no difference here."""
-    return "http2"
+pytestmark = pytest.mark.hop("http2")
 
 
 @contextlib.asynccontextmanager

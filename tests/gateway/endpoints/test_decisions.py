@@ -17,12 +17,7 @@ from tests.gateway.fake_engine import Script, Seen, byte_bundle, closing
 ABLE = {"tools": False, "reasoning": False, "structured_output": False, "decisions": True}
 PREDICATE = {"type": "predicate", "instructions": "It is true."}
 CHOICE = {"type": "choice", "instructions": "Which?", "choices": [{"value": "a"}, {"value": False}]}
-
-
-@pytest.fixture
-def protocol() -> str:
-    """The hop's protocol, which makes no difference here."""
-    return "http2"
+pytestmark = pytest.mark.hop("http2")
 
 
 def decided(seen: Seen, tokens: int) -> Script:

@@ -16,12 +16,7 @@ from tests.gateway.conftest import KEY, House, Open, error_of
 from tests.gateway.fake_engine import Script, Seen, closing
 
 VECTOR = [0.5, -1.0, 0.25]
-
-
-@pytest.fixture
-def protocol() -> str:
-    """The hop's protocol, which makes no difference here."""
-    return "http2"
+pytestmark = pytest.mark.hop("http2")
 
 
 def embedded(seen: Seen) -> Script:

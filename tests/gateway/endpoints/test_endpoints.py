@@ -41,12 +41,7 @@ ECHOES: Final = Endpoint(
 )
 TIMEOUTS: Final = {"first_token": FirstTokenTimeout, "inter_token": InterTokenTimeout}
 PIECE: Final = event(b'{"text":"a"}')
-
-
-@pytest.fixture
-def protocol() -> str:
-    """The hop's protocol, which makes no difference here."""
-    return "http2"
+pytestmark = pytest.mark.hop("http2")
 
 
 @pytest.fixture(autouse=True)

@@ -45,12 +45,7 @@ ASKED: Final[dict[str, Any]] = {
 }
 USAGE: Final = Usage(10, 3, 13, PromptTokensDetails(4))
 VERSION: Final = {"anthropic-version": "2023-06-01"}
-
-
-@pytest.fixture
-def protocol() -> str:
-    """The hop's protocol, which makes no difference here."""
-    return "http2"
+pytestmark = pytest.mark.hop("http2")
 
 
 def event(value: Any) -> bytes:

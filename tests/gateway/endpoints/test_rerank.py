@@ -20,12 +20,7 @@ from tests.gateway.fake_engine import Script, Seen, byte_bundle, closing
 ABLE = {"tools": False, "reasoning": False, "structured_output": False, "reranking": True}
 QWEN3 = FORMATS["qwen3"]
 DOCUMENTS = ["a fox", "a dog"]
-
-
-@pytest.fixture
-def protocol() -> str:
-    """The hop's protocol, which makes no difference here."""
-    return "http2"
+pytestmark = pytest.mark.hop("http2")
 
 
 def ranking_bundle() -> TokenizerBundle:

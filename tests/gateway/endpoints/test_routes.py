@@ -15,12 +15,7 @@ from shared.process.probes import PROBES
 from tests.gateway.conftest import House, error_of
 
 UNKNOWN: Final = NOTHING.path
-
-
-@pytest.fixture
-def protocol() -> str:
-    """The hop's protocol, which makes no difference here."""
-    return "http2"
+pytestmark = pytest.mark.hop("http2")
 
 
 @pytest.mark.parametrize(

@@ -33,12 +33,7 @@ REAL: Final = 1_000
 KEYS: Final = 10_000
 """Those and made-up ones."""
 AT_ONCE: Final = 250
-
-
-@pytest.fixture
-def protocol() -> str:
-    """The hop's protocol, which makes no difference here."""
-    return "http2"
+pytestmark = pytest.mark.hop("http2")
 
 
 async def test_callers_add_no_series_to_the_metrics_whatever_they_send(open_house: Open) -> None:

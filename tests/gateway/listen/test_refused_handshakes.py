@@ -19,11 +19,7 @@ from shared.process import handshakes
 from tests.gateway.conftest import PATIENCE_S, House, Open, until
 from tests.gateway.listen.test_public_tls import DAY, Pki, events, status, with_extension
 
-
-@pytest.fixture
-def protocol() -> str:
-    """The hop's protocol, which none of these requests reaches."""
-    return "http2"
+pytestmark = pytest.mark.hop("http2")
 
 
 @pytest.fixture

@@ -14,12 +14,7 @@ from tests.gateway.listen.test_public_tls import ENTRIES, Pki, events, status
 
 RENEWALS = 50
 CALLERS = 4
-
-
-@pytest.fixture
-def protocol() -> str:
-    """The hop's protocol, which none of these requests reaches."""
-    return "http2"
+pytestmark = pytest.mark.hop("http2")
 
 
 @pytest.fixture

@@ -30,12 +30,7 @@ from tests.gateway.request.test_charges import ENDS
 from tests.gateway.request.test_disconnect import RawClient, body
 
 BOTH: Final = ("memory", "redis")
-
-
-@pytest.fixture
-def protocol() -> str:
-    """Only one: how engines report is in `test_charges.py`."""
-    return "http2"
+pytestmark = pytest.mark.hop("http2")  # only one: how engines report is in `test_charges.py`
 
 
 async def accounted(

@@ -59,10 +59,7 @@ def script(seen: Seen) -> Script:
     return Script([*(sse.event(msgspec.json.encode(event)) for event in events), sse.DONE])
 
 
-@pytest.fixture
-def protocol() -> str:
-    """What engines of other makes speak."""
-    return "http1"
+pytestmark = pytest.mark.hop("http1")  # what engines of other makes speak
 
 
 @pytest.fixture

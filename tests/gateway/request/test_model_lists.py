@@ -28,11 +28,7 @@ MODELS = (
 TENANTS = [TenantConfig(id="all"), TenantConfig(id="also"), TenantConfig(id="one", models=("small",))]
 LONG = b"x" * 4_000_000
 """More than the kernel holds for a client."""
-
-
-@pytest.fixture
-def protocol() -> str:
-    return "http2"
+pytestmark = pytest.mark.hop("http2")
 
 
 class Nobody:

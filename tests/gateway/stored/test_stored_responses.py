@@ -33,12 +33,7 @@ from tests.gateway.redis_server import RedisServer
 
 ACME = TenantId("acme")
 UNKNOWN = "resp_0123456789"
-
-
-@pytest.fixture
-def protocol() -> str:
-    """The hop's protocol, which makes no difference here."""
-    return "http2"
+pytestmark = pytest.mark.hop("http2")
 
 
 class Engine:

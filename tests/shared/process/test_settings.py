@@ -89,10 +89,7 @@ def test_sections_and_lists_are_walked_into() -> None:
         (bool | None, "be true or false"),
         (Literal[16, 32], "be one of 16, 32"),
         (Annotated[int, Meta(ge=3)] | None, "be a whole number of at least 3"),
-        (
-            Annotated[int, Unit("bytes"), Meta(ge=1 << 20, le=3 << 30)],
-            "be a size from 1MiB to 3GiB, such as",
-        ),
+        (Annotated[int, Unit("bytes"), Meta(ge=1 << 20, le=3 << 30)], "be a size from 1MiB to 3GiB"),
         (Annotated[str, Meta(pattern="^a$")], "be a text that matches ^a$"),
         (Annotated[str, Meta(max_length=3)], "be a text of at most 3 characters"),
         (Annotated[tuple[str, ...], Meta(min_length=2)], "be a list of at least 2 entries"),
