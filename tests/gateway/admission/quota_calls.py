@@ -4,14 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gateway.admission.quota import (
-    Decision,
-    QuotaStore,
-    ReservationId,
-    Scope,
-    Subject,
-    Window,
-)
+from gateway.admission.quota import Decision, QuotaStore, ReservationId, Scope, Subject, Window
 from gateway.admission.usage import Payer, Used
 from gateway.config.quotas import QuotaLimits
 from shared.wire.ids import TenantId

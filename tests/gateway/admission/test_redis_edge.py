@@ -19,13 +19,7 @@ from shared.process.setting_values import ConfigError
 from tests.gateway.conftest import KEY, OTHER_KEY, House, Open, error_of, settings, until
 from tests.gateway.fake_engine import unary
 from tests.gateway.redis_cluster import formed_cluster
-from tests.gateway.redis_server import (
-    PATIENT_S,
-    RedisServer,
-    as_words,
-    redis_server,
-    tls_options,
-)
+from tests.gateway.redis_server import PATIENT_S, RedisServer, as_words, redis_server, tls_options
 
 OTHER = {"headers": {"authorization": f"Bearer {OTHER_KEY}"}}
 PASSWORD = "correct-horse-battery"

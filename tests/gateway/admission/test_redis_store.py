@@ -19,14 +19,7 @@ from msgspec.structs import replace
 
 from gateway.admission.guarded_store import GuardedStore
 from gateway.admission.memory_store import MemoryStore
-from gateway.admission.quota import (
-    QuotaStore,
-    ReservationId,
-    Scope,
-    Settlement,
-    StoreUnavailable,
-    Subject,
-)
+from gateway.admission.quota import QuotaStore, ReservationId, Scope, Settlement, StoreUnavailable, Subject
 from gateway.admission.redis_store import RedisStore
 from gateway.admission.store_failures import FAILURES
 from gateway.admission.usage import Payer, UsageRow, Used

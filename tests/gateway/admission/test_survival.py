@@ -11,15 +11,7 @@ import pytest
 
 from gateway.admission.guarded_store import GuardedStore, SharedStore
 from gateway.admission.memory_store import MemoryStore
-from gateway.admission.quota import (
-    Meter,
-    ReservationId,
-    Scope,
-    Settlement,
-    StoreUnavailable,
-    Subject,
-    day_of,
-)
+from gateway.admission.quota import Meter, ReservationId, Scope, Settlement, StoreUnavailable, Subject, day_of
 from gateway.admission.usage import Payer, Sheet, Used
 from gateway.app import PROBE_S
 from gateway.background import RESTART_S_MAX, RESTART_S_MIN, Background

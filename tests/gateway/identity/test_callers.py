@@ -7,10 +7,7 @@ from typing import Any
 
 import pytest
 
-from gateway.config.whole import (
-    GatewayConfig,
-    load,
-)
+from gateway.config.whole import GatewayConfig, load
 from gateway.identity import callers
 from gateway.identity.caller import Caller
 from gateway.identity.callers import Callers, KnownCallers
@@ -20,14 +17,7 @@ from shared.process.shield import Done
 from shared.wire.errors import Unauthenticated
 from shared.wire.ids import TenantId
 from tests.gateway.conftest import settings
-from tests.gateway.identity.issuers import (
-    EC,
-    GRANT,
-    ISS,
-    NOW_S,
-    issuer,
-    table,
-)
+from tests.gateway.identity.issuers import EC, GRANT, ISS, NOW_S, issuer, table
 
 # -- who is asked ---------------------------------------------------------------------------------
 

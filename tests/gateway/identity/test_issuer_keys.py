@@ -12,9 +12,7 @@ import pytest
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
 from gateway.config.edge import IssuerConfig
-from gateway.config.whole import (
-    load,
-)
+from gateway.config.whole import load
 from gateway.directory.accounts import AccountsReader
 from gateway.identity.caller import Caller, Principal
 from gateway.identity.callers import callers_of

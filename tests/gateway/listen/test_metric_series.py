@@ -13,12 +13,7 @@ import pytest
 
 from gateway.identity.keys import hash_key
 from gateway.listen.listener import BoundedServer
-from gateway.request.record import (
-    TENANTS_SHOWN_MAX,
-    UPSTREAM_ATTEMPTS,
-    ExchangeRecord,
-    Reporter,
-)
+from gateway.request.record import TENANTS_SHOWN_MAX, UPSTREAM_ATTEMPTS, ExchangeRecord, Reporter
 from shared.process import logs
 from shared.telemetry.stages import Stages
 from shared.wire.completed_line import DETAIL_LEN_MAX, FAILURES_SHOWN_MAX

@@ -28,15 +28,7 @@ from shared.process.clock import SYSTEM_CLOCK
 from shared.wire.errors import ApiError
 from shared.wire.http import ClientGone
 from tests.gateway.conftest import CHAT, CONVERSATIONS, KEY, PATIENCE_S, House, Open, error_of, until
-from tests.gateway.fake_engine import (
-    FakeEngine,
-    Script,
-    Seen,
-    byte_bundle,
-    chunk,
-    stream,
-    unary,
-)
+from tests.gateway.fake_engine import FakeEngine, Script, Seen, byte_bundle, chunk, stream, unary
 from tests.uncollected import uncollected
 
 DONE = b"data: [DONE]\n\n"

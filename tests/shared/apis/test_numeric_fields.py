@@ -15,11 +15,7 @@ from shared.apis.completions import CompletionRequest
 from shared.apis.generation import GenerationRequest
 from shared.apis.validation import parse
 from shared.wire.errors import InvalidRequest
-from tests.shared.wire.request_bodies import (
-    MINIMAL,
-    REQUESTS,
-    refused,
-)
+from tests.shared.wire.request_bodies import MINIMAL, REQUESTS, refused
 
 
 class NumericField:

@@ -18,14 +18,7 @@ from shared.apis.completions import CompletionRequest
 from shared.apis.generation import _PRIORITY_MAX, GenerationRequest
 from shared.apis.request import Request
 from shared.apis.tokenize import DetokenizeRequest, TokenizeRequest
-from shared.apis.validation import (
-    FIELDS_MAX,
-    IGNORED_NAMED_MAX,
-    Parsed,
-    parse,
-    parse_slices,
-    with_fields,
-)
+from shared.apis.validation import FIELDS_MAX, IGNORED_NAMED_MAX, Parsed, parse, parse_slices, with_fields
 from shared.fairness.fair_threads import at_once
 from shared.wire.errors import InvalidJson, InvalidRequest, UnsupportedParameter
 from shared.wire.shapes import (
@@ -42,15 +35,7 @@ from shared.wire.shapes import (
     TOKEN_ID_MAX,
     TOKENS_MAX,
 )
-from tests.shared.wire.request_bodies import (
-    CHAT,
-    MESSAGE,
-    MINIMAL,
-    REQUESTS,
-    chat,
-    completion,
-    refused,
-)
+from tests.shared.wire.request_bodies import CHAT, MESSAGE, MINIMAL, REQUESTS, chat, completion, refused
 
 TEXT = {"type": "text", "text": "x"}
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}

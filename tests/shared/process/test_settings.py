@@ -20,16 +20,7 @@ from shared import cli
 from shared.cli.service import CONFIGS
 from shared.cli.settings import text_of
 from shared.process.setting_values import load, to_toml
-from shared.process.settings import (
-    Kind,
-    Port,
-    Rule,
-    Text,
-    Unit,
-    problems_of,
-    settings_of,
-    walk,
-)
+from shared.process.settings import Kind, Port, Rule, Text, Unit, problems_of, settings_of, walk
 from shared.process.sizes import parse_size, show_size
 
 ROOT = Path(__file__).parents[3]

@@ -8,10 +8,7 @@ import pytest
 import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from shared.text.tokenizer import (
-    Tokenizer,
-    TokenizerBundle,
-)
+from shared.text.tokenizer import Tokenizer, TokenizerBundle
 
 CORPUS = [
     "The valve opens and the water flows through the penstock to the turbine. " * 20,
