@@ -8,6 +8,7 @@ import sys
 import pytest
 import uvloop
 
+from shared.process.clock import SYSTEM_CLOCK
 from shared.process.loops import (
     IDLE_TICK_S,
     SWITCH_S,
@@ -79,3 +80,10 @@ async def test_threads_let_go_of_the_interpreter_soon() -> None:
         assert sys.getswitchinterval() == pytest.approx(SWITCH_S)
     finally:
         sys.setswitchinterval(before_s)
+
+
+async def test_the_system_clock_runs() -> None:
+    before = SYSTEM_CLOCK.monotonic()
+    await SYSTEM_CLOCK.sleep(0)
+    assert SYSTEM_CLOCK.monotonic() >= before
+    assert SYSTEM_CLOCK.wall() > 1_700_000_000
