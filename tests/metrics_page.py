@@ -45,7 +45,6 @@ replaced it. The gap between two tokens is that of their steps.
 
 """
 UNITS: Final = ("seconds", "bytes", "tokens", "pages", "lines", "sequences", "requests", "streams", "spans")
-TITLES: Final = {"gateway": "The gateway's", "engine": "The engine's", "both": "Both services'"}
 SUFFIXES: Final = {"counter": ("_total",), "histogram": ("_bucket", "_count", "_sum")}
 
 
