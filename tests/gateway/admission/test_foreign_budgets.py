@@ -121,8 +121,7 @@ async def test_who_leaves_before_the_usage_pays_for_what_was_sent(open_house: Op
     asked = body(**PLACES[place]("7" * LEN), max_tokens=MAX_TOKENS, stream=True)
 
     async def send() -> int:
-        client = await RawClient.of(house)
-        client.post(asked)
+        client = await RawClient.posting(house, asked)
         head = await client.reader.readuntil(b"\r\n\r\n")
         if b" 200 " in head:
             await client.reader.readuntil(b"\n\n")

@@ -198,8 +198,7 @@ async def test_a_stream_outlives_half_a_head_behind_it(
     monkeypatch.setattr(BoundedConnection, "_head_is_late", count)
     ends = asyncio.Event()
     house.engine.script = lambda _: stream(chunk("a"), ends, chunk("b"))
-    client = await RawClient.of(house)
-    client.post(body(stream=True))
+    client = await RawClient.posting(house, body(stream=True))
     client.writer.write(HALF)
     async with asyncio.timeout(PATIENCE_S):
         await until(lambda: len(late) > 2)

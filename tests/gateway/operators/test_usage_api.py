@@ -72,8 +72,7 @@ async def test_every_end_of_a_request_is_counted_as_it_was_settled(
     async with house.chat() as answer:
         assert answer.status == 504
     house.engine.script = stream(chunk("a"), asyncio.Event())
-    client = await RawClient.of(house)
-    client.post(body(stream=True))
+    client = await RawClient.posting(house, body(stream=True))
     await client.reader.readuntil(b"\n\n")
     client.leave()
     lines = await house.lines(6)
