@@ -1,7 +1,5 @@
 """Quotas as a client meets them."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Decisions through the gateway: counted and charged, at engines of ours that decide and of other makes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import aiohttp

@@ -1,7 +1,5 @@
 """Tokens: which open, which do not, and what is granted to those who hold one."""
 
-from __future__ import annotations
-
 import hashlib
 import hmac
 import json

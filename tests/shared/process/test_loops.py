@@ -1,7 +1,5 @@
 """Which loop a service runs on, and how late it is."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 

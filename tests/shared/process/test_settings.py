@@ -1,7 +1,5 @@
 """Declared settings, and what `penstock settings` makes of the services' own."""
 
-from __future__ import annotations
-
 import json
 import re
 import tomllib
