@@ -16,11 +16,7 @@ from tests.suites.peeling import all_parameters, peeled
 from tests.suites.serving import up
 
 SUMMARY: Final = "the tests of Anthropic's SDK, of Messages, counts of tokens and models"
-ANTHROPIC: Final = (
-    "anthropic",
-    "2.14.0",
-    "afb02f4df8efba429ff769bbfd71340d8b244b41ba42c073a45cc307702549fe",
-)
+ANTHROPIC: Final = ("anthropic", "2.14.0", "afb02f4df8efba429ff769bbfd71340d8b244b41ba42c073a45cc307702549fe")
 PACKAGES: Final = (
     "anthropic[aiohttp]==2.14.0",
     "httpx2==2.9.1",

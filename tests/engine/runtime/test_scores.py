@@ -73,10 +73,7 @@ def test_scores_are_the_same_to_the_bit_cold_warm_beside_others_and_in_chunks(
         core = scheduler(runner, tokens)
         company = SamplingParams(3, 60, 0.7, logprobs=2, frequency_penalty=0.5)
         beside = [AddSequence(900, "beside", SHARED[:20], company)]
-        cold, warm = (
-            serve_overlapped(core, runner, [*beside, *asked()]),
-            serve(core, runner, asked(1000)),
-        )
+        cold, warm = (serve_overlapped(core, runner, [*beside, *asked()]), serve(core, runner, asked(1000)))
         found = {
             handle % 1000: values
             for steps in (cold, warm)

@@ -263,11 +263,7 @@ def test_the_gateway_takes_the_file_and_any_key(key: str) -> None:
     config = load_gateway_config(tomllib.loads(text), {})
     assert (config.listen.host, config.listen.port) == ("::1", 81)
     (model,) = config.models
-    assert (model.name, model.aliases, model.replicas) == (
-        'm"\\水',
-        ("*", "gpt-4o"),
-        ("http://127.0.0.1:9",),
-    )
+    assert (model.name, model.aliases, model.replicas) == ('m"\\水', ("*", "gpt-4o"), ("http://127.0.0.1:9",))
     assert KeyTable(config.keys).authenticate(f"Bearer {key}", 0.0).tenant == config.tenants[0].id
 
 
