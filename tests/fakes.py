@@ -1,7 +1,5 @@
 """Stand-ins that tests share."""
 
-from __future__ import annotations
-
 import asyncio
 import heapq
 import io

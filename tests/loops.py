@@ -1,7 +1,5 @@
 """The event loops on which the services can run."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import inspect

@@ -4,8 +4,6 @@ The names, their labels and their meanings are read from the code that counts th
 there. A test holds it equal to what both services answer to a scrape (`tests/ship/test_boards.py`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,7 +43,6 @@ replaced it. The gap between two tokens is that of their steps.
 
 """
 UNITS: Final = ("seconds", "bytes", "tokens", "pages", "lines", "sequences", "requests", "streams", "spans")
-TITLES: Final = {"gateway": "The gateway's", "engine": "The engine's", "both": "Both services'"}
 SUFFIXES: Final = {"counter": ("_total",), "histogram": ("_bucket", "_count", "_sum")}
 
 

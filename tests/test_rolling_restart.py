@@ -3,8 +3,6 @@
 The engines are whole but for their cores, which say what the test tells them, when it tells them to.
 """
 
-from __future__ import annotations
-
 import asyncio
 import io
 import socket

@@ -2,8 +2,6 @@
 process and core, around a model that plays a script in place of weights.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

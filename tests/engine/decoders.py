@@ -1,7 +1,5 @@
 """Descriptions of decoders from flat settings, for tests whose layers differ in their windows at most."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,14 +9,7 @@ from engine.runtime.models.spec import Attention, DecoderSpec, DeltaNet, Layer, 
 PLAIN_ROPE = Rope(10_000.0)
 _OF_ATTENTION = ("bias", "out_bias", "qk_norm", "tempering", "output_gate")
 _OF_MLP = ("act", "gated")
-_OF_DECODER = (
-    "tied_embeddings",
-    "embed_scale",
-    "residual_scale",
-    "logit_scale",
-    "logit_softcap",
-    "fp8",
-)
+_OF_DECODER = ("tied_embeddings", "embed_scale", "residual_scale", "logit_scale", "logit_softcap", "fp8")
 
 
 def dense(

@@ -3,8 +3,6 @@
 transformers is the oracle here and is never imported by the product.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

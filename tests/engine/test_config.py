@@ -1,7 +1,5 @@
 """The engine's command line: what is right is taken, what is wrong is told apart and explained."""
 
-from __future__ import annotations
-
 import math
 import os
 import re
@@ -117,28 +115,16 @@ def test_sizes(text: str, size: int) -> None:
         ([*MINIMAL, "--max-step-tokens", "99999999"], "--max-step-tokens: must be a whole number from 1 to"),
         ([*MINIMAL, "--max-num-seqs", "5000"], "--max-num-seqs: must be a whole number from 1 to 4096"),
         ([*MINIMAL, "--threads", "100000"], "--threads: must be a whole number from 1 to 1024"),
-        (
-            [*MINIMAL, "--tokenizer-threads", "100000"],
-            "--tokenizer-threads: must be a whole number",
-        ),
+        ([*MINIMAL, "--tokenizer-threads", "100000"], "--tokenizer-threads: must"),
         ([*MINIMAL, "--tensor-parallel-size", "100000"], "--tensor-parallel-size: must be a whole number"),
         (["--model", ""], "--model: must not be empty"),
         ([*MINIMAL, "--host", ""], "--host: must not be empty"),
         ([*MINIMAL, "--tls-cert", "", "--tls-key", ""], "--tls-cert: must not be empty"),
-        (
-            [*MINIMAL, "--served-model-name", ""],
-            "--served-model-name: must be a name of 1 to 256 printable characters",
-        ),
+        ([*MINIMAL, "--served-model-name", ""], "--served-model-name: must be a name"),
         ([*MINIMAL, "--max-num-seqs", "512", "--max-step-tokens", "256"], "at least --max-num-seqs (512)"),
-        (
-            [*MINIMAL, "--swap-memory", "4"],
-            "--swap-memory: must be 0, or a size from 1MiB to 1024TiB, got '4'",
-        ),
+        ([*MINIMAL, "--swap-memory", "4"], "--swap-memory: must be 0, or a size from 1MiB"),
         ([*MINIMAL, "--request-memory", "2"], "--request-memory: must be a size from 182MiB to 1024TiB"),
-        (
-            [*MINIMAL, "--template-arguments", "a b"],
-            "--template-arguments: must be names separated by commas",
-        ),
+        ([*MINIMAL, "--template-arguments", "a b"], "--template-arguments: must be names"),
         ([*MINIMAL, "--template-defaults", "[1]"], "--template-defaults: must be a JSON object"),
         ([*MINIMAL, "--attention-backend", "fast"], "attention_backend must be one of auto, "),
         ([*MINIMAL, "--stall-deadline-s", "nan"], "--stall-deadline-s: must be a number of seconds above 0"),

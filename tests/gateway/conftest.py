@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import inspect
 import io
 import struct
@@ -210,18 +208,24 @@ PROTOCOLS = ("http2", "http1")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """A test that asks for the protocol runs over both, and so do those that are marked `both_protocols`."""
-    given = [mark.args[0] for mark in metafunc.definition.iter_markers("parametrize")]
-    if "protocol" in metafunc.fixturenames and "protocol" not in (*given, *vars(metafunc.module)):
-        is_about_it = "protocol" in inspect.signature(metafunc.function).parameters
-        if IS_WHOLE or is_about_it or metafunc.definition.get_closest_marker("both_protocols"):
-            metafunc.parametrize("protocol", PROTOCOLS, indirect=True)
+    """A test that asks for the protocol runs over both, and so do those that are marked `both_protocols`;
+    one that is marked `hop` runs over the one that the mark names."""
+    test = metafunc.definition
+    given = [mark.args[0] for mark in test.iter_markers("parametrize")]
+    if test.get_closest_marker("hop") or "protocol" in (*given, *vars(metafunc.module)):
+        return
+    is_about_it = "protocol" in inspect.signature(metafunc.function).parameters
+    is_marked = test.get_closest_marker("both_protocols") is not None
+    if "protocol" in metafunc.fixturenames and (IS_WHOLE or is_about_it or is_marked):
+        metafunc.parametrize("protocol", PROTOCOLS, indirect=True)
 
 
 @pytest.fixture
 def protocol(request: pytest.FixtureRequest) -> str:
     """What the gateway speaks to the engine. Half of the tests that it makes no difference to run over each;
     by command, all run over both."""
+    if (hop := request.node.get_closest_marker("hop")) is not None:
+        return str(hop.args[0])
     by_name = PROTOCOLS[crc32(request.function.__name__.encode()) % 2]
     return str(getattr(request, "param", by_name))
 

@@ -1,7 +1,5 @@
 """A real Redis Cluster for tests."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable

@@ -15,8 +15,6 @@ The floor of the first: every prompt's prefill at the card's matrix rate, and ev
 still run at its bandwidth, as if all ran from the start (`decode_floor_s`, `prefill_floor_s`).
 """
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import os
@@ -343,10 +341,7 @@ def main() -> int:
         small = cache(partial(write_model, QWEN3_06B, Path(directory) / "qwen", CUDA))
         large = cache(partial(write_model, LLAMA_8B, Path(directory) / "llama", CUDA))
         for row, run in (
-            (
-                "engine 256 requests Qwen3-0.6B",
-                lambda: throughput(small(), QWEN3_06B, nano_vllm(), floors()),
-            ),
+            ("engine 256 requests Qwen3-0.6B", lambda: throughput(small(), QWEN3_06B, nano_vllm(), floors())),
             ("engine start 8B", lambda: start(large())),
             ("engine 4k prompt beside 32 streams", lambda: beside(large())),
             ("engine idle batch 32", lambda: idle(large())),

@@ -5,8 +5,6 @@ process of its own. What plans have the runner compute, and what the core report
 be compared with the engine's log lines.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 import random

@@ -2,8 +2,6 @@
 oldest of them make room for those that are served. Where none may be closed the process says so, serves the
 connections that are there, and those that waited as soon as there is room."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import os
@@ -65,10 +63,7 @@ async def asked_anew(url: str, path: str = "/v1/chat/completions") -> int:
         return answer.status_code
 
 
-@pytest.mark.parametrize(
-    ("listener", "said"),
-    [("url", b""), ("url", b"GET / HT"), ("engine_url", b"")],
-)
+@pytest.mark.parametrize(("listener", "said"), [("url", b""), ("url", b"GET / HT"), ("engine_url", b"")])
 async def test_the_oldest_that_say_nothing_make_room(house: House, listener: str, said: bytes) -> None:
     """Callers and operators who come anew are served while they hang."""
     is_engines = listener == "engine_url"

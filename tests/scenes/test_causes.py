@@ -1,7 +1,5 @@
 """Causes that are made through real processes: Why names each first."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest

@@ -1,7 +1,5 @@
 """Scenes: each stages one trouble for real, and ends in the sentence that an operator should read of it."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 from pathlib import Path
@@ -222,21 +220,6 @@ def test_a_request_waits_for_those_of_a_higher_class(model_dir: Path) -> None:
     says(causes(told, "flex"), r"^queued \d+ ms: no slot \(1 sequence runs\), 3 of a higher class went first")
 
 
-def test_a_reader_that_stalls(model_dir: Path) -> None:
-    async def scene(stage: Stage) -> None:
-        slow = await stage.ask("slow", max_tokens=600)
-        await slow.until_event(2)
-        slow.transport.pause_reading()
-        await stage.wait(12.0)
-        slow.transport.resume_reading()
-        await slow.until_over()
-
-    told = play(scene, Setting(), model_dir)
-    says(causes(told, "slow"), r"stalled (9|1[012])(\.\d)? s: this client did not read")
-    line = told.line("slow", "engine")
-    assert line.end_reason == "ok"
-
-
 def test_a_replica_that_dies_before_the_first_byte(model_dir: Path) -> None:
     async def scene(stage: Stage) -> None:
         asked = await stage.ask("asked", prompt_len=300)
@@ -297,15 +280,6 @@ def test_a_quota_that_refuses(model_dir: Path) -> None:
     says(trace, r"gateway  429 refused in seat")
     says(trace, r"refused by the tenant's quota of requests")
     assert "engine   " not in trace
-
-
-def test_a_slow_tokenizer(model_dir: Path) -> None:
-    async def scene(stage: Stage) -> None:
-        asked = await stage.ask("asked", prompt="many words " * 2000, max_tokens=2)
-        await asked.until_over()
-
-    told = play(scene, Setting(pool=SlowPool, pages=4000), model_dir)
-    says(told.trace("asked"), r"tokenizing took \d+(\.\d)? s")
 
 
 @pytest.mark.parametrize("stage_left", ["body", "queue", "prefill", "decode", "stalled"])

@@ -1,7 +1,5 @@
 """Scenes of requests that take long: the first line of `why` names the cause, whichever service has it."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 from pathlib import Path
@@ -11,7 +9,7 @@ import pytest
 from gateway.routing.health import SAMPLES_MIN, SILENT_MIN
 from tests.histories.world import until
 from tests.scenes.stage import Setting, SlowPool, Stage, Told, play
-from tests.scenes.test_scenes import gateway_line, model_dir, until_any_runs
+from tests.scenes.test_scenes import causes, gateway_line, model_dir, says, until_any_runs
 
 __all__ = ["model_dir"]
 
@@ -45,6 +43,7 @@ def test_a_client_that_does_not_read_is_told_from_a_slow_engine(model_dir: Path)
         told, r"(9|1[012])(\.\d)? s: the client did not read its answer \(the gateway's buffers were full\)"
     )
     assert not [one for one in told.why("asked") if "stalled" in one.text], "it is told once"
+    says(causes(told, "asked"), r"stalled (9|1[012])(\.\d)? s: this client did not read")
     [row] = [row.split() for row in told.trace("asked").splitlines() if row.startswith("  client")]
     assert row[1] == "blocked"
     assert float(row[3]) == gateway_line(told, "asked").blocked_ms

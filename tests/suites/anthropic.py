@@ -6,8 +6,6 @@ The same requests are sent again without what was refused, until there is an ans
 was refused is told.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Final
 
@@ -18,11 +16,7 @@ from tests.suites.peeling import all_parameters, peeled
 from tests.suites.serving import up
 
 SUMMARY: Final = "the tests of Anthropic's SDK, of Messages, counts of tokens and models"
-ANTHROPIC: Final = (
-    "anthropic",
-    "2.14.0",
-    "afb02f4df8efba429ff769bbfd71340d8b244b41ba42c073a45cc307702549fe",
-)
+ANTHROPIC: Final = ("anthropic", "2.14.0", "afb02f4df8efba429ff769bbfd71340d8b244b41ba42c073a45cc307702549fe")
 PACKAGES: Final = (
     "anthropic[aiohttp]==2.14.0",
     "httpx2==2.9.1",

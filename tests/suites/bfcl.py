@@ -13,8 +13,6 @@ TRL ships the family's chat template, by that template, too. An answer counts as
 - *wrong* else.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import zipfile
@@ -35,11 +33,7 @@ from tests.suites.cache import SuiteFailed, wheel
 from tests.suites.templates import SPECIAL, prompt_of, shipped
 
 SUMMARY: Final = "BFCL's reference answers in every family's format, read back"
-BFCL: Final = (
-    "bfcl-eval",
-    "2026.3.23",
-    "3bb6dfa5f0c68ad403c9ec50b00db2bb3b4cc9b38ab1ff33f48fe30d853d3a0a",
-)
+BFCL: Final = ("bfcl-eval", "2026.3.23", "3bb6dfa5f0c68ad403c9ec50b00db2bb3b4cc9b38ab1ff33f48fe30d853d3a0a")
 ANSWERS: Final = 2501
 CUTS_MAX: Final = 24
 TEMPLATES: Final = {

@@ -10,8 +10,6 @@ A test is
 - *wrong* else.
 """
 
-from __future__ import annotations
-
 import re
 import subprocess
 import tempfile

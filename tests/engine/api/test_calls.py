@@ -1,7 +1,5 @@
 """Answers with reasoning and calls, seen by the official SDK: whole and streamed they are the same."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import AsyncIterator
@@ -184,11 +182,7 @@ async def test_a_prompt_that_opens_reasoning(served: Served) -> None:
     served.says("so it is</think>\n\nYes.")
     messages = [*MESSAGES, {"role": "assistant", "content": "<think>\nWell, "}]
     body = {"continue_final_message": True, "add_generation_prompt": False}
-    answer = await served.sdk.chat.completions.create(
-        model=MODEL,
-        messages=messages,
-        extra_body=body,
-    )
+    answer = await served.sdk.chat.completions.create(model=MODEL, messages=messages, extra_body=body)
     [choice] = answer.choices
     assert choice.message.content == "Yes."
     assert choice.message.model_dump()["reasoning"] == "so it is"

@@ -1,7 +1,5 @@
 """What sequences waited for, found from the records of steps."""
 
-from __future__ import annotations
-
 import random
 
 import pytest
@@ -71,10 +69,7 @@ def spent(queue_s: float = 0.0, prefill_s: float = 0.0, decode_s: float = 0.0, t
     [
         (Lack.NOTHING, "queued 1.8 s: a step was being computed, 3 of a higher class went first"),
         (Lack.SLOTS, "queued 1.8 s: no slot (37 sequences run), 3 of a higher class went first"),
-        (
-            Lack.PAGES,
-            "queued 1.8 s: no pages (37 sequences hold 98 %), 3 of a higher class went first",
-        ),
+        (Lack.PAGES, "queued 1.8 s: no pages (37 sequences hold 98 %), 3 of a higher class went first"),
         (
             Lack.TURN,
             "queued 1.8 s: the steps computed 1,000 prompt tokens of others, 3 of a higher class went first",

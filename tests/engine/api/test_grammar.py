@@ -1,7 +1,5 @@
 """The grammar of a whole answer, as a model of noise follows it."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

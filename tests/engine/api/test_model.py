@@ -1,7 +1,5 @@
 """A model directory as the API process takes it: what is refused, and what is said in the log."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

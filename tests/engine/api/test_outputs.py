@@ -1,7 +1,5 @@
 """Bounded output: what queued while the writer waited comes as one, and errors come last."""
 
-from __future__ import annotations
-
 import asyncio
 
 import msgspec

@@ -1,7 +1,5 @@
 """Responses, seen by the official SDK with its strict validation on, and held to what describes them."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import AsyncIterator
@@ -366,14 +364,8 @@ async def test_nothing_is_stored(served: Served, method: str, path: str) -> None
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        (
-            {"tools": [{**TOOLS[0], "parameters": WRONG, "strict": True}]},
-            "tools[0].parameters.type",
-        ),
-        (
-            {"text": {"format": {"type": "json_schema", "name": "n", "schema": WRONG}}},
-            "text.format",
-        ),
+        ({"tools": [{**TOOLS[0], "parameters": WRONG, "strict": True}]}, "tools[0].parameters.type"),
+        ({"text": {"format": {"type": "json_schema", "name": "n", "schema": WRONG}}}, "text.format"),
         ({"reasoning": {"effort": "high"}}, "reasoning.effort"),
         ({"input": "x" * 90_000}, "input"),
         ({"max_output_tokens": 9000}, "max_output_tokens"),

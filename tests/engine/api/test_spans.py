@@ -1,7 +1,5 @@
 """The engine's spans, under the gateway's."""
 
-from __future__ import annotations
-
 import io
 
 import pytest

@@ -1,10 +1,8 @@
 """A client that stops reading: its sequences pause, nobody else's do, and every end has its name."""
 
-from __future__ import annotations
-
 import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 import httpx
@@ -91,80 +89,81 @@ class Client:
 text_of = apis.CHAT.streamed_text
 
 
+@pytest.fixture
+async def served(serve: Serve) -> AsyncIterator[Served]:
+    """An engine that has 3,000 tokens for everybody."""
+    async with serve(core=CORE) as served:
+        served.core.script = lambda _: served.ids("the") * 3000
+        yield served
+        served.assert_nothing_leaks()
+
+
 @each_api
-async def test_its_sequence_pauses_and_resumes_and_no_token_is_lost(serve: Serve, api: Api) -> None:
-    async with serve(core=CORE) as served:
-        core, state = served.core, served.engine.state
-        core.script = lambda _: served.ids("the") * 3000
-        slow = Client(served, api)
-        await until(lambda: bool(core.paused))
-        await until(core._messages.empty)
-        unsent = state.core._live[1]._unsent_tokens
-        assert core.running[1].sent <= UNSENT_TOKENS_MAX + 4, "what is unsent, with the writer, on its way"
+async def test_its_sequence_pauses_and_resumes_and_no_token_is_lost(served: Served, api: Api) -> None:
+    core, state = served.core, served.engine.state
+    slow = Client(served, api)
+    await until(lambda: bool(core.paused))
+    await until(core._messages.empty)
+    unsent = state.core._live[1]._unsent_tokens
+    assert core.running[1].sent <= UNSENT_TOKENS_MAX + 4, "what is unsent, with the writer, on its way"
 
-        fast = await served.http.post("/v1/chat/completions", json={**CHAT, "max_tokens": 500})
-        assert fast.json()["usage"]["completion_tokens"] == 500, "nobody else is paused"
-        assert state.core._live[1]._unsent_tokens == unsent, "and nothing came for it"
+    fast = await served.http.post("/v1/chat/completions", json={**CHAT, "max_tokens": 500})
+    assert fast.json()["usage"]["completion_tokens"] == 500, "nobody else is paused"
+    assert state.core._live[1]._unsent_tokens == unsent, "and nothing came for it"
 
-        assert api.streamed_text(await slow.read()) == "the" * 3000
-        assert core.pauses[:2] == [PauseSequences([1]), ResumeSequences([1])]
-        assert not core.paused
-        assert state.core._paused == set()
+    assert api.streamed_text(await slow.read()) == "the" * 3000
+    assert core.pauses[:2] == [PauseSequences([1]), ResumeSequences([1])]
+    assert not core.paused
+    assert state.core._paused == set()
 
 
-async def test_a_pause_is_asked_for_once(serve: Serve) -> None:
+async def test_a_pause_is_asked_for_once(served: Served) -> None:
     """Tokens that were on their way when it was told to pause do not tell it again."""
-    async with serve(core=CORE) as served:
-        core = served.core
-        core.is_held = True
-        core.script = lambda _: served.ids("the") * 3000
-        slow = Client(served, max_tokens=200)
-        await until(lambda: bool(core.waiting))
-        for _ in range(150):
-            core.step()
-        await until(lambda: bool(core.paused))
-        await until(core._messages.empty)
-        assert core.pauses == [PauseSequences([1])]
-        core.release()
-        assert text_of(await slow.read()) == "the" * 200
-        assert core.pauses == [PauseSequences([1]), ResumeSequences([1])]
+    core = served.core
+    core.is_held = True
+    slow = Client(served, max_tokens=200)
+    await until(lambda: bool(core.waiting))
+    for _ in range(150):
+        core.step()
+    await until(lambda: bool(core.paused))
+    await until(core._messages.empty)
+    assert core.pauses == [PauseSequences([1])]
+    core.release()
+    assert text_of(await slow.read()) == "the" * 200
+    assert core.pauses == [PauseSequences([1]), ResumeSequences([1])]
 
 
-async def test_tokens_of_one_step_ask_for_one_pause(serve: Serve) -> None:
+async def test_tokens_of_one_step_ask_for_one_pause(served: Served) -> None:
     """A step that verified drafts brings several tokens of a sequence, of which more than one find the client
     behind."""
-    async with serve(core=CORE) as served:
-        core = served.core
-        core.is_held = True
-        core.script = lambda _: served.ids("the") * 3000
-        slow = Client(served, max_tokens=3 * UNSENT_TOKENS_MAX)
-        await until(lambda: bool(core.waiting))
-        core.step()
-        await until(lambda: bool(slow.received))
-        tokens = core.running[1].script[: 2 * UNSENT_TOKENS_MAX]
-        core.say(StepOutput(1, [1] * len(tokens), tokens, [], [], [], [], core._stats()))
-        await until(lambda: bool(core.paused))
-        assert core.pauses == [PauseSequences([1])]
-        assert served.engine.state.core.failure is None
-        await slow.leave()
+    core = served.core
+    core.is_held = True
+    slow = Client(served, max_tokens=3 * UNSENT_TOKENS_MAX)
+    await until(lambda: bool(core.waiting))
+    core.step()
+    await until(lambda: bool(slow.received))
+    tokens = core.running[1].script[: 2 * UNSENT_TOKENS_MAX]
+    core.say(StepOutput(1, [1] * len(tokens), tokens, [], [], [], [], core._stats()))
+    await until(lambda: bool(core.paused))
+    assert core.pauses == [PauseSequences([1])]
+    assert served.engine.state.core.failure is None
+    await slow.leave()
 
 
-async def test_the_last_token_is_no_reason_to_pause(serve: Serve) -> None:
+async def test_the_last_token_is_no_reason_to_pause(served: Served) -> None:
     """It passes the mark, and the sequence's end comes in the same message."""
-    async with serve(core=CORE) as served:
-        core = served.core
-        core.is_held = True
-        core.script = lambda _: served.ids("the") * 3000
-        slow = Client(served, max_tokens=1 + UNSENT_TOKENS_MAX)
-        await until(lambda: bool(core.waiting))
+    core = served.core
+    core.is_held = True
+    slow = Client(served, max_tokens=1 + UNSENT_TOKENS_MAX)
+    await until(lambda: bool(core.waiting))
+    core.step()
+    await until(lambda: bool(slow.received))
+    for _ in range(UNSENT_TOKENS_MAX):
         core.step()
-        await until(lambda: bool(slow.received))
-        for _ in range(UNSENT_TOKENS_MAX):
-            core.step()
-        await until(lambda: served.engine.state.core.live == 0)
-        assert text_of(await slow.read()) == "the" * (1 + UNSENT_TOKENS_MAX)
-        assert core.pauses == []
-        assert served.engine.state.core.failure is None
+    await until(lambda: served.engine.state.core.live == 0)
+    assert text_of(await slow.read()) == "the" * (1 + UNSENT_TOKENS_MAX)
+    assert core.pauses == []
+    assert served.engine.state.core.failure is None
 
 
 async def test_who_reads_in_time_keeps_its_connection(serve: Serve) -> None:
@@ -208,64 +207,55 @@ async def test_who_reads_a_whole_answer_steadily_may_take_longer_for_all_of_it(
         assert writes > 5
 
 
-async def test_over_http2_only_the_stream_that_is_not_read_pauses(serve: Serve) -> None:
-    async with serve(core=CORE) as served:
-        core = served.core
-        core.script = lambda _: served.ids("the") * 3000
-        url = f"http://127.0.0.1:{served.engine.port}"
-        body = {**CHAT, "stream": True}
-        async with (
-            httpx.AsyncClient(base_url=url, transport=OverHttp2(Http2Transport()), timeout=20) as http,
-            http.stream("POST", "/v1/chat/completions", json=body) as slow,
-        ):
-            async with http.stream("POST", "/v1/chat/completions", json=body) as fast:
-                assert text_of(await fast.aread()) == "the" * 3000
-            assert core.paused == {1}, "while a whole answer went by on the same connection"
-            assert core.running[1].sent <= WINDOW_LEN / EVENT_LEN_MIN + 3 * UNSENT_TOKENS_MAX
-            assert text_of(await slow.aread()) == "the" * 3000
+async def test_over_http2_only_the_stream_that_is_not_read_pauses(served: Served) -> None:
+    core = served.core
+    url = f"http://127.0.0.1:{served.engine.port}"
+    body = {**CHAT, "stream": True}
+    async with (
+        httpx.AsyncClient(base_url=url, transport=OverHttp2(Http2Transport()), timeout=20) as http,
+        http.stream("POST", "/v1/chat/completions", json=body) as slow,
+    ):
+        async with http.stream("POST", "/v1/chat/completions", json=body) as fast:
+            assert text_of(await fast.aread()) == "the" * 3000
+        assert core.paused == {1}, "while a whole answer went by on the same connection"
+        assert core.running[1].sent <= WINDOW_LEN / EVENT_LEN_MIN + 3 * UNSENT_TOKENS_MAX
+        assert text_of(await slow.aread()) == "the" * 3000
 
 
-async def test_every_choice_that_is_behind_pauses(serve: Serve) -> None:
-    async with serve(core=CORE) as served:
-        core = served.core
-        core.script = lambda _: served.ids("the") * 3000
-        slow = Client(served, n=3)
-        await until(lambda: core.paused == {1, 2, 3})
-        assert len(text_of(await slow.read())) == 3 * len("the" * 3000)
-        assert core.paused == set()
+async def test_every_choice_that_is_behind_pauses(served: Served) -> None:
+    core = served.core
+    slow = Client(served, n=3)
+    await until(lambda: core.paused == {1, 2, 3})
+    assert len(text_of(await slow.read())) == 3 * len("the" * 3000)
+    assert core.paused == set()
 
 
-async def test_a_unary_answer_never_pauses(serve: Serve) -> None:
-    async with serve(core=CORE) as served:
-        served.core.script = lambda _: served.ids("the") * 1000
-        answer = await served.http.post("/v1/chat/completions", json={**CHAT, "max_tokens": 1000})
-        assert answer.json()["usage"]["completion_tokens"] == 1000 > UNSENT_TOKENS_MAX
-        assert served.core.pauses == []
+async def test_a_unary_answer_never_pauses(served: Served) -> None:
+    answer = await served.http.post("/v1/chat/completions", json={**CHAT, "max_tokens": 1000})
+    assert answer.json()["usage"]["completion_tokens"] == 1000 > UNSENT_TOKENS_MAX
+    assert served.core.pauses == []
 
 
 @pytest.mark.parametrize("returns", [True, False])
-async def test_the_stall_deadline_ends_it(serve: Serve, lines: list[dict[str, Any]], returns: bool) -> None:
-    async with serve(core=CORE) as served:
-        core = served.core
-        core.script = lambda _: served.ids("the") * 3000
-        slow = Client(served)
-        await until(lambda: core.paused == {1})
-        core.finish(1, FinishReason.STALLED)
-        await until(lambda: served.engine.state.core.live == 0)
-        if returns:
-            *events, error, closing, _ = (await slow.read()).split(b"\n\n")
-            assert len(text_of(b"\n".join(events))) > UNSENT_TOKENS_MAX, "all that was computed, first"
-            assert json.loads(error.removeprefix(b"data: "))["error"]["code"] == "slow_client"
-            told = json.loads(closing.removeprefix(b": penstock "))
-            assert (told["end_reason"], told["stalled_ms"]) == ("slow_client", 7.0)
-            assert b"[DONE]" not in slow.received
-        else:
-            await slow.leave()
-        [line] = lines
-        assert (line["status"], line["end_reason"], line["error_code"]) == (200, "slow_client", "slow_client")
-        assert 0 < line["stalled_ms"] <= 7.0, "no more than there was"
-        assert core.aborted == []
-        served.assert_nothing_leaks()
+async def test_the_stall_deadline_ends_it(served: Served, lines: list[dict[str, Any]], returns: bool) -> None:
+    core = served.core
+    slow = Client(served)
+    await until(lambda: core.paused == {1})
+    core.finish(1, FinishReason.STALLED)
+    await until(lambda: served.engine.state.core.live == 0)
+    if returns:
+        *events, error, closing, _ = (await slow.read()).split(b"\n\n")
+        assert len(text_of(b"\n".join(events))) > UNSENT_TOKENS_MAX, "all that was computed, first"
+        assert json.loads(error.removeprefix(b"data: "))["error"]["code"] == "slow_client"
+        told = json.loads(closing.removeprefix(b": penstock "))
+        assert (told["end_reason"], told["stalled_ms"]) == ("slow_client", 7.0)
+        assert b"[DONE]" not in slow.received
+    else:
+        await slow.leave()
+    [line] = lines
+    assert (line["status"], line["end_reason"], line["error_code"]) == (200, "slow_client", "slow_client")
+    assert 0 < line["stalled_ms"] <= 7.0, "no more than there was"
+    assert core.aborted == []
 
 
 @pytest.mark.parametrize("how", ["deadline", "last token"])
@@ -313,55 +303,44 @@ async def test_it_is_cut_off_on_either_protocol(
         served.assert_nothing_leaks()
 
 
-async def test_a_client_that_leaves_while_it_is_stalled(serve: Serve, lines: list[dict[str, Any]]) -> None:
-    async with serve(core=CORE) as served:
-        core = served.core
-        core.script = lambda _: served.ids("the") * 3000
-        slow = Client(served)
-        await until(lambda: core.paused == {1})
-        await slow.leave()
-        [line] = lines
-        assert (line["status"], line["end_reason"], line["stage"]) == (499, "client_cancel", "stalled")
-        assert line["stalled_ms"] > 0
-        assert core.aborted == [1]
-        served.assert_nothing_leaks()
+async def test_a_client_that_leaves_while_it_is_stalled(served: Served, lines: list[dict[str, Any]]) -> None:
+    core = served.core
+    slow = Client(served)
+    await until(lambda: core.paused == {1})
+    await slow.leave()
+    [line] = lines
+    assert (line["status"], line["end_reason"], line["stage"]) == (499, "client_cancel", "stalled")
+    assert line["stalled_ms"] > 0
+    assert core.aborted == [1]
 
 
 async def test_what_was_aborted_while_it_was_stalled_is_logged_as_aborted(
-    serve: Serve, lines: list[dict[str, Any]]
+    served: Served, lines: list[dict[str, Any]]
 ) -> None:
-    async with serve(core=CORE) as served:
-        core = served.core
-        core.script = lambda _: served.ids("the") * 3000
-        slow = Client(served)
-        await until(lambda: core.paused == {1})
-        assert (await served.http.delete("/v1/requests/slow")).json()["aborted"] == 1
-        await slow.leave()
-        assert [line["end_reason"] for line in lines] == ["ok", "aborted"]
-        assert lines[1]["error_code"] == "request_aborted"
-        served.assert_nothing_leaks()
+    core = served.core
+    slow = Client(served)
+    await until(lambda: core.paused == {1})
+    assert (await served.http.delete("/v1/requests/slow")).json()["aborted"] == 1
+    await slow.leave()
+    assert [line["end_reason"] for line in lines] == ["ok", "aborted"]
+    assert lines[1]["error_code"] == "request_aborted"
 
 
-async def test_the_core_dies_while_a_client_is_stalled(serve: Serve) -> None:
-    async with serve(core=CORE) as served:
-        core = served.core
-        core.script = lambda _: served.ids("the") * 3000
-        slow = Client(served)
-        await until(lambda: core.paused == {1})
-        core.die()
-        await until(lambda: served.engine.state.core.failure is not None)
-        assert b'"code":"engine_failed"' in await slow.read()
-        served.assert_nothing_leaks()
+async def test_the_core_dies_while_a_client_is_stalled(served: Served) -> None:
+    core = served.core
+    slow = Client(served)
+    await until(lambda: core.paused == {1})
+    core.die()
+    await until(lambda: served.engine.state.core.failure is not None)
+    assert b'"code":"engine_failed"' in await slow.read()
 
 
-async def test_the_gauge_says_who_is_stalled(serve: Serve) -> None:
-    async with serve(core=CORE) as served:
-        served.core.script = lambda _: served.ids("the") * 3000
-        slow = Client(served)
-        await until(lambda: bool(served.core.paused))
-        served.core.step()
-        await until(served.core._messages.empty)
-        core = served.engine.state.core
-        await until(lambda: core.stats is not None and core.stats.stalled == 1)
-        assert "penstock_engine_stalled_sequences 1.0" in (await served.http.get("/metrics")).text
-        await slow.leave()
+async def test_the_gauge_says_who_is_stalled(served: Served) -> None:
+    slow = Client(served)
+    await until(lambda: bool(served.core.paused))
+    served.core.step()
+    await until(served.core._messages.empty)
+    core = served.engine.state.core
+    await until(lambda: core.stats is not None and core.stats.stalled == 1)
+    assert "penstock_engine_stalled_sequences 1.0" in (await served.http.get("/metrics")).text
+    await slow.leave()

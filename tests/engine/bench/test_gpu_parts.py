@@ -3,8 +3,6 @@
 The figures mean nothing, but all of the code runs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -19,9 +17,7 @@ from torch.nn.attention import SDPBackend
 from triton import OutOfResources
 
 from engine.runtime.attention.triton_paged import LibraryPrefill
-from engine.runtime.kernels.autotune import (
-    Timer,
-)
+from engine.runtime.kernels.autotune import Timer
 from engine.runtime.models.spec import DeltaNet
 from tests.bench.engine.gpu import attention, measuring, profile, results, steps
 from tests.bench.engine.gpu.shapes import QWEN3_06B, RandomWeights, decode_floor_s

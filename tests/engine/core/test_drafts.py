@@ -39,15 +39,7 @@ from engine.core.scheduler_config import SchedulerConfig
 from engine.core.sequence import Sequence
 from engine.core.step.allocator import Allocator
 from engine.core.step.drafting import LATE_SHARE, TOKENS_SHARE, Drafting
-from tests.bench.engine.virtual import (
-    DraftedAs,
-    Engine,
-    Outcome,
-    Request,
-    SureDrafts,
-    run,
-    tokens_per_second,
-)
+from tests.bench.engine.virtual import DraftedAs, Engine, Outcome, Request, SureDrafts, run, tokens_per_second
 from tests.core_laws import check
 from tests.effort import IS_WHOLE, drawn
 from tests.engine.core.harness import Harness, greedy, knowing

@@ -1,7 +1,5 @@
 """Fairness between tenants, which share the slots (rule J in `engine.core.step.victims`)."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 

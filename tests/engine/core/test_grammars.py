@@ -3,8 +3,6 @@
 `test_simulation.py` draws them into its worlds; the threads are in `test_grammar_threads.py`.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Callable
@@ -187,14 +185,7 @@ def test_the_loop_sleeps_until_a_mask_is_there(late_s: float) -> None:
     grammars = Grammars(clock, late_s)
     added = alone(AddSequence(1, "req", PROMPT, greedy(5), grammar=long_grammar(5, greedy(5))))
     inbox, outbox = Inbox(clock, grammars, [added]), ListOutbox()
-    CoreLoop(
-        TickingRunner(clock),
-        inbox,
-        outbox,
-        SchedulerConfig(BUDGET),
-        clock,
-        grammars=grammars,
-    ).run()
+    CoreLoop(TickingRunner(clock), inbox, outbox, SchedulerConfig(BUDGET), clock, grammars=grammars).run()
     tokens = [token for step in outbox.outputs for token in step.tokens]
     assert tokens == solo(PROMPT, greedy(5), 50, long_grammar(5, greedy(5))).tokens
     assert max(grammars.waits_s) <= GRACE_S_MAX

@@ -1,7 +1,5 @@
 """The rule for the time that prompts have in a step, and its laws."""
 
-from __future__ import annotations
-
 import math
 import random
 

@@ -1,7 +1,5 @@
 """The scheduler, step by step: one sequence, the budget, rejections, reports."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,8 +1,6 @@
 """Paused sequences, whose clients do not read: what is computed for them, what they keep, and how others go
 on."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

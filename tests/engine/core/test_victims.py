@@ -1,7 +1,5 @@
 """The choice of victims."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import pytest

@@ -1,7 +1,5 @@
 """Values that keys of config.json can have, sensible and not, and configurations drawn from them."""
 
-from __future__ import annotations
-
 import json
 import math
 import random
@@ -181,7 +179,6 @@ UNKNOWN: Mapping[str, Sequence[Any]] = {
 }
 """Keys of other families and other files, misspelt ones, and nobody's."""
 YARN = {"factor": 4.0, **ORIGINAL}
-MSCALES = {"mscale": 1, "mscale_all_dim": 2}
 LONG = {"short_factor": [1.0, 1.5, 2.0, 3.0], "long_factor": [2.0, 3.0, 4.0, 8.0]}
 BY_KIND = {FULL: {"rope_type": "yarn", "rope_theta": 300.0, **YARN}, SLIDING: {"rope_type": "default"}}
 EVERYWHERE: Sequence[Mapping[str, Any]] = (

@@ -1,7 +1,5 @@
 """Machines and containers, as their files describe them."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The walls inside the runtime: two runners that do not know each other, and no circle among imports."""
 
-from __future__ import annotations
-
 from functools import cache
 from graphlib import TopologicalSorter
 

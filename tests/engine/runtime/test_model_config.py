@@ -1,7 +1,5 @@
 """config.json: what is understood, and what is refused by name rather than served wrong."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -274,11 +272,7 @@ def test_windows(model_type: str, fields: dict[str, Any], windows: tuple[int | N
         ("llama", {"sliding_window": 8}, "sliding_window 8"),
         ("llama", {"layer_types": [SLIDING, FULL, FULL]}, "sliding_attention in layer_types"),
         ("qwen2", {"layer_types": [SLIDING, FULL, FULL]}, "no sliding_window"),
-        (
-            "mistral",
-            {"layer_types": [SLIDING, FULL, FULL], "sliding_window": None},
-            "there is no sliding_window",
-        ),
+        ("mistral", {"layer_types": [SLIDING, FULL, FULL], "sliding_window": None}, "no sliding_window"),
         ("mistral", {"sliding_window": 1}, "at least 2"),
     ],
 )

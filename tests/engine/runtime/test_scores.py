@@ -1,8 +1,6 @@
 """The log-probabilities of tokens behind prompts that begin alike: those of transformers, and to the bit the
 same whatever is cached, beside them, or in the chunk."""
 
-from __future__ import annotations
-
 import random
 
 import pytest
@@ -75,10 +73,7 @@ def test_scores_are_the_same_to_the_bit_cold_warm_beside_others_and_in_chunks(
         core = scheduler(runner, tokens)
         company = SamplingParams(3, 60, 0.7, logprobs=2, frequency_penalty=0.5)
         beside = [AddSequence(900, "beside", SHARED[:20], company)]
-        cold, warm = (
-            serve_overlapped(core, runner, [*beside, *asked()]),
-            serve(core, runner, asked(1000)),
-        )
+        cold, warm = (serve_overlapped(core, runner, [*beside, *asked()]), serve(core, runner, asked(1000)))
         found = {
             handle % 1000: values
             for steps in (cold, warm)

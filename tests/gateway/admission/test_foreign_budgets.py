@@ -1,8 +1,6 @@
 """A budget before an engine of another make is passed by one request's bound at most: whatever fields are
 used, whatever the engine tells, however many requests run at once."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from typing import Any, Final
@@ -41,12 +39,7 @@ PLACES: Final[dict[str, Callable[[str], Fields]]] = {
     },
 }
 places = pytest.mark.parametrize("place", PLACES)
-
-
-@pytest.fixture
-def protocol() -> str:
-    """What engines of other makes speak."""
-    return "http1"
+pytestmark = pytest.mark.hop("http1")  # what engines of other makes speak
 
 
 def read_by(engine_body: Fields, letter: str) -> int:
@@ -126,8 +119,7 @@ async def test_who_leaves_before_the_usage_pays_for_what_was_sent(open_house: Op
     asked = body(**PLACES[place]("7" * LEN), max_tokens=MAX_TOKENS, stream=True)
 
     async def send() -> int:
-        client = await RawClient.of(house)
-        client.post(asked)
+        client = await RawClient.posting(house, asked)
         head = await client.reader.readuntil(b"\r\n\r\n")
         if b" 200 " in head:
             await client.reader.readuntil(b"\n\n")

@@ -1,7 +1,5 @@
 """Accounts in Redis: how long they are kept, and what clocks and earlier versions do to them."""
 
-from __future__ import annotations
-
 import asyncio
 import struct
 import uuid

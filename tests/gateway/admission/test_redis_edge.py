@@ -1,7 +1,5 @@
 """Gateways with quotas in Redis, as clients and operators meet them."""
 
-from __future__ import annotations
-
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,22 +17,11 @@ from shared.process.setting_values import ConfigError
 from tests.gateway.conftest import KEY, OTHER_KEY, House, Open, error_of, settings, until
 from tests.gateway.fake_engine import unary
 from tests.gateway.redis_cluster import formed_cluster
-from tests.gateway.redis_server import (
-    PATIENT_S,
-    RedisServer,
-    as_words,
-    redis_server,
-    tls_options,
-)
+from tests.gateway.redis_server import PATIENT_S, RedisServer, as_words, redis_server, tls_options
 
 OTHER = {"headers": {"authorization": f"Bearer {OTHER_KEY}"}}
 PASSWORD = "correct-horse-battery"
-
-
-@pytest.fixture
-def protocol() -> str:
-    """Only one: what the gateway speaks to engines makes no difference here."""
-    return "http2"
+pytestmark = pytest.mark.hop("http2")
 
 
 def in_redis(url: str, *, gateways: int = 1, **more: Any) -> dict[str, Any]:

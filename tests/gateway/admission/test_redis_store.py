@@ -1,8 +1,6 @@
 """Quotas in Redis: equal to those in memory, exact over several stores, and what outages do. What any store
 does is in `test_quota.py`, several gateway processes are in `test_gateways.py`."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import time
@@ -19,14 +17,7 @@ from msgspec.structs import replace
 
 from gateway.admission.guarded_store import GuardedStore
 from gateway.admission.memory_store import MemoryStore
-from gateway.admission.quota import (
-    QuotaStore,
-    ReservationId,
-    Scope,
-    Settlement,
-    StoreUnavailable,
-    Subject,
-)
+from gateway.admission.quota import QuotaStore, ReservationId, Scope, Settlement, StoreUnavailable, Subject
 from gateway.admission.redis_store import RedisStore
 from gateway.admission.store_failures import FAILURES
 from gateway.admission.usage import Payer, UsageRow, Used

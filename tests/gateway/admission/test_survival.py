@@ -1,8 +1,6 @@
 """A quota store that fails, and background work that crashes: requests end as they should, and the
 gateway goes on."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, Final, cast
@@ -11,15 +9,7 @@ import pytest
 
 from gateway.admission.guarded_store import GuardedStore, SharedStore
 from gateway.admission.memory_store import MemoryStore
-from gateway.admission.quota import (
-    Meter,
-    ReservationId,
-    Scope,
-    Settlement,
-    StoreUnavailable,
-    Subject,
-    day_of,
-)
+from gateway.admission.quota import Meter, ReservationId, Scope, Settlement, StoreUnavailable, Subject, day_of
 from gateway.admission.usage import Payer, Sheet, Used
 from gateway.app import PROBE_S
 from gateway.background import RESTART_S_MAX, RESTART_S_MIN, Background

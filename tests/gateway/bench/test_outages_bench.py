@@ -1,7 +1,5 @@
 """`python -m tests.bench outages`: its statistics, and one outage, a short one."""
 
-from __future__ import annotations
-
 import argparse
 import math
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Billing lines: the file, its rotation, and the spool of a webhook."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import os
@@ -27,11 +25,7 @@ from tests.gateway.conftest import House, Open, until
 from tests.gateway.fake_engine import Script, unary
 
 PAYER: Final = Payer(TenantId("acme"), KeyId("k1"), "tiny")
-
-
-@pytest.fixture
-def protocol() -> str:
-    return "http2"
+pytestmark = pytest.mark.hop("http2")
 
 
 @pytest.fixture

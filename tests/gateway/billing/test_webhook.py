@@ -38,11 +38,7 @@ SECRET: Final = b"0123456789abcdef01234567"
 WHSEC: Final = f"whsec_{base64.b64encode(SECRET).decode()}"
 NEW_SECRET: Final = SECRET[::-1]
 NEW_WHSEC: Final = f"whsec_{base64.b64encode(NEW_SECRET).decode()}"
-
-
-@pytest.fixture
-def protocol() -> str:
-    return "http2"
+pytestmark = pytest.mark.hop("http2")
 
 
 @pytest.fixture(autouse=True)

@@ -4,8 +4,6 @@ Each holds a second request, the *smuggled* one, within what one way of reading 
 to the gateway itself, and through Debian's nginx, whose one connection to the gateway serves a victim too.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import re
@@ -145,12 +143,7 @@ http {{
 """
 """As permissive as it gets: headers that nginx would drop are passed on, and bodies as they come. All
 requests share one connection to the gateway."""
-
-
-@pytest.fixture
-def protocol() -> str:
-    """The hop's protocol, which makes no difference here."""
-    return "http2"
+pytestmark = pytest.mark.hop("http2")
 
 
 @contextlib.asynccontextmanager

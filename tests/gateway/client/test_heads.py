@@ -1,7 +1,5 @@
 """A head that does not end is bounded in time, in bytes and in number, wherever in a packet it begins."""
 
-from __future__ import annotations
-
 import asyncio
 from itertools import pairwise
 from types import SimpleNamespace
@@ -198,8 +196,7 @@ async def test_a_stream_outlives_half_a_head_behind_it(
     monkeypatch.setattr(BoundedConnection, "_head_is_late", count)
     ends = asyncio.Event()
     house.engine.script = lambda _: stream(chunk("a"), ends, chunk("b"))
-    client = await RawClient.of(house)
-    client.post(body(stream=True))
+    client = await RawClient.posting(house, body(stream=True))
     client.writer.write(HALF)
     async with asyncio.timeout(PATIENCE_S):
         await until(lambda: len(late) > 2)

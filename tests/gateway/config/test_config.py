@@ -13,23 +13,10 @@ import msgspec
 import pytest
 
 from gateway.config.accounting import DAYS_MAX
-from gateway.config.edge import (
-    AUDIENCES_MAX,
-    ISSUERS_MAX,
-    LABEL_LEN_MAX,
-    LABELS_MAX,
-)
+from gateway.config.edge import AUDIENCES_MAX, ISSUERS_MAX, LABEL_LEN_MAX, LABELS_MAX
 from gateway.config.quotas import BUDGET_MAX, MODEL_LIMITS_MAX, QUOTA_MAX
 from gateway.config.timeouts import TimeoutsConfig
-from gateway.config.whole import (
-    ENV_PREFIX,
-    FALLBACKS_MAX,
-    GONE,
-    PASSED_MAX,
-    WORKERS_MAX,
-    load,
-    timeouts_of,
-)
+from gateway.config.whole import ENV_PREFIX, FALLBACKS_MAX, GONE, PASSED_MAX, WORKERS_MAX, load, timeouts_of
 from gateway.directory.accounts import POLL_S, SETTLED_POLLS, AccountsReader
 from gateway.identity.caller import Principal
 from gateway.identity.keys import KeyTable, hash_key

@@ -1,7 +1,5 @@
 """The console's sessions and the bounds of its log-in."""
 
-from __future__ import annotations
-
 import pytest
 
 from gateway.operators.sessions import (

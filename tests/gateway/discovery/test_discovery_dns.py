@@ -1,7 +1,5 @@
 """Members from DNS: what is taken of an answer, and what a resolver that fails or lies does to a pool."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import io
@@ -152,14 +150,7 @@ NOT_FOR_EVERYBODY: Final = [
     *("fd00:ec2::23", "fd00:ec2::253", "fd20:ce::254", "fd00:c1::a9fe:a9fe", "fd00:42::42", "198.18.0.1"),
     *("2001:0:4136:e378:8000:63bf:3fff:fdd2", "2001:20::1", "fec0::1", "feff::1", "100::1", "4000::1"),
     *("64:ff9b::a9fe:a9fe", "64:ff9b:1::a9fe:a9fe", "64:ff9b::a00:1", "::127.0.0.1", "::10.0.0.1"),
-    *(
-        "2002:a9fe:a9fe::1",
-        "2002:a00:1::1",
-        "::ffff:10.0.0.1",
-        "::ffff:0:127.0.0.1",
-        "8000::1",
-        "e000::1",
-    ),
+    *("2002:a9fe:a9fe::1", "2002:a00:1::1", "::ffff:10.0.0.1", "::ffff:0:127.0.0.1", "8000::1", "e000::1"),
     *("e000::1", "127.255.0.1", "233.1.1.1", "fe00::1", "f000::1", "c000::1"),
 ]
 

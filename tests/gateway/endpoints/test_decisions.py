@@ -1,14 +1,11 @@
 """Decisions through the gateway: counted and charged, at engines of ours that decide and of other makes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import aiohttp
 import msgspec
 import pytest
 
-from shared.apis.decisions import QUESTIONS_MAX
 from shared.text.tokenizer import Tokenizer
 from shared.wire import sse
 from tests.gateway.conftest import House, Open, error_of
@@ -17,12 +14,7 @@ from tests.gateway.fake_engine import Script, Seen, byte_bundle, closing
 ABLE = {"tools": False, "reasoning": False, "structured_output": False, "decisions": True}
 PREDICATE = {"type": "predicate", "instructions": "It is true."}
 CHOICE = {"type": "choice", "instructions": "Which?", "choices": [{"value": "a"}, {"value": False}]}
-
-
-@pytest.fixture
-def protocol() -> str:
-    """The hop's protocol, which makes no difference here."""
-    return "http2"
+pytestmark = pytest.mark.hop("http2")
 
 
 def decided(seen: Seen, tokens: int) -> Script:
@@ -116,17 +108,6 @@ async def test_what_another_make_may_compute_is_reserved(open_house: Open) -> No
     await house.at_rest()
 
 
-async def test_tokens_are_reserved_before_they_are_computed(open_house: Open) -> None:
-    for house in (
-        await ours(open_house, tenant={"limits": {"tokens_per_min": 1000}}),
-        await theirs(open_house, tenant={"limits": {"tokens_per_min": 1000}}),
-    ):
-        async with ask(house, questions=[PREDICATE] * QUESTIONS_MAX) as answer:
-            assert (answer.status, (await error_of(answer))["code"]) == (429, "request_exceeds_quota")
-        assert not house.engine.seen
-        await house.at_rest()
-
-
 @pytest.mark.parametrize(
     ("fields", "param", "code"),
     [
@@ -152,14 +133,3 @@ async def test_what_cannot_be_decided_is_named_before_anything_is_sent(
     assert (answer.status, error["code"], error["param"]) == (400, code, param)
     assert not house.engine.seen
     await house.at_rest()
-
-
-async def test_a_model_that_decides_nothing_refuses_by_name(open_house: Open) -> None:
-    own: House = await open_house(capabilities={**ABLE, "decisions": False})
-    async with ask(own) as answer:
-        assert (answer.status, (await error_of(answer))["code"]) == (404, "path_not_served")
-    assert not own.engine.seen
-    house = await theirs(open_house)
-    house.engine.script = Script([b'{"detail":"Not Found"}'], 404, "application/json")
-    async with ask(house) as answer:
-        assert (answer.status, (await error_of(answer))["code"]) == (404, "path_not_served")

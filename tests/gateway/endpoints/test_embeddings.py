@@ -1,7 +1,5 @@
 """Embeddings through the gateway: counted and charged, at engines of ours that embed and of other makes."""
 
-from __future__ import annotations
-
 import base64
 import struct
 from typing import Any
@@ -16,12 +14,7 @@ from tests.gateway.conftest import KEY, House, Open, error_of
 from tests.gateway.fake_engine import Script, Seen, closing
 
 VECTOR = [0.5, -1.0, 0.25]
-
-
-@pytest.fixture
-def protocol() -> str:
-    """The hop's protocol, which makes no difference here."""
-    return "http2"
+pytestmark = pytest.mark.hop("http2")
 
 
 def embedded(seen: Seen) -> Script:
@@ -127,26 +120,6 @@ async def test_what_cannot_be_embedded_is_refused_by_name(
     async with ask(house, **fields) as answer:
         assert (answer.status, (await error_of(answer))["param"]) == (400, param)
     assert not house.engine.seen
-
-
-async def test_tokens_are_reserved_before_they_are_computed(open_house: Open) -> None:
-    house = await theirs(open_house, tenant={"limits": {"tokens_per_min": 100}})
-    async with ask(house, input=["a b c d e f"] * 500) as answer:
-        assert (answer.status, (await error_of(answer))["code"]) == (429, "request_exceeds_quota")
-    assert not house.engine.seen
-    await house.at_rest()
-
-
-async def test_an_engine_without_it_is_named(open_house: Open) -> None:
-    for capabilities in (None, {**ABLE, "embeddings": False}):
-        own: House = await open_house(capabilities=capabilities)
-        async with ask(own) as answer:
-            assert (answer.status, (await error_of(answer))["code"]) == (404, "path_not_served")
-        assert not own.engine.seen
-    house = await theirs(open_house)
-    house.engine.script = Script([b'{"detail":"Not Found"}'], 404, "application/json")
-    async with ask(house) as answer:
-        assert (answer.status, (await error_of(answer))["code"]) == (404, "path_not_served")
 
 
 async def test_an_input_that_is_too_long_is_the_engines_to_refuse(open_house: Open) -> None:

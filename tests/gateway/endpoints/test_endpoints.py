@@ -1,7 +1,5 @@
 """The endpoint table: what an API says of itself there is all that the gateway goes by."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from typing import Any, Final
@@ -41,12 +39,7 @@ ECHOES: Final = Endpoint(
 )
 TIMEOUTS: Final = {"first_token": FirstTokenTimeout, "inter_token": InterTokenTimeout}
 PIECE: Final = event(b'{"text":"a"}')
-
-
-@pytest.fixture
-def protocol() -> str:
-    """The hop's protocol, which makes no difference here."""
-    return "http2"
+pytestmark = pytest.mark.hop("http2")
 
 
 @pytest.fixture(autouse=True)

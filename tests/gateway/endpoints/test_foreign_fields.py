@@ -1,7 +1,5 @@
 """The fields that an engine of another make is sent, and the one maximum that it is told."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec

@@ -1,7 +1,5 @@
 """Anthropic's Messages at the gateway: what is relayed, refused, counted and told is as Anthropic has it."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import AsyncIterator
@@ -45,12 +43,7 @@ ASKED: Final[dict[str, Any]] = {
 }
 USAGE: Final = Usage(10, 3, 13, PromptTokensDetails(4))
 VERSION: Final = {"anthropic-version": "2023-06-01"}
-
-
-@pytest.fixture
-def protocol() -> str:
-    """The hop's protocol, which makes no difference here."""
-    return "http2"
+pytestmark = pytest.mark.hop("http2")
 
 
 def event(value: Any) -> bytes:

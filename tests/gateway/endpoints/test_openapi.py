@@ -50,12 +50,7 @@ from tests.gateway.fake_engine import (
 PLAIN: Final = {"content-type", "content-length", "date", "server"}
 """The headers that any answer of HTTP has."""
 API: Final = Path(__file__).parents[3] / "shared/API.md"
-
-
-@pytest.fixture
-def protocol() -> str:
-    """The hop's protocol, which makes no difference here."""
-    return "http2"
+pytestmark = pytest.mark.hop("http2")
 
 
 def described() -> dict[str, Any]:

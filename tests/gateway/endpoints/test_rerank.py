@@ -1,7 +1,5 @@
 """Rankings through the gateway: counted and charged, at engines of ours that rank and of other makes."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 
@@ -20,12 +18,7 @@ from tests.gateway.fake_engine import Script, Seen, byte_bundle, closing
 ABLE = {"tools": False, "reasoning": False, "structured_output": False, "reranking": True}
 QWEN3 = FORMATS["qwen3"]
 DOCUMENTS = ["a fox", "a dog"]
-
-
-@pytest.fixture
-def protocol() -> str:
-    """The hop's protocol, which makes no difference here."""
-    return "http2"
+pytestmark = pytest.mark.hop("http2")
 
 
 def ranking_bundle() -> TokenizerBundle:
@@ -107,17 +100,6 @@ async def test_another_make_is_sent_its_own_fields_alone(open_house: Open) -> No
     await house.at_rest()
 
 
-async def test_tokens_are_reserved_before_they_are_computed(open_house: Open) -> None:
-    for house in (
-        await ours(open_house, tenant={"limits": {"tokens_per_min": 1000}}),
-        await theirs(open_house, tenant={"limits": {"tokens_per_min": 1000}}),
-    ):
-        async with ask(house, documents=["a b c d e f"] * 500) as answer:
-            assert (answer.status, (await error_of(answer))["code"]) == (429, "request_exceeds_quota")
-        assert not house.engine.seen
-        await house.at_rest()
-
-
 async def test_a_document_that_is_too_long_is_named_before_anything_is_sent(open_house: Open) -> None:
     house = await ours(open_house, max_model_len=600)
     async with ask(house, documents=["a", "b" * 600]) as answer:
@@ -129,21 +111,6 @@ async def test_a_document_that_is_too_long_is_named_before_anything_is_sent(open
     shared, _, cut = map(len, seen.body["penstock"]["prompt_ids"])
     assert shared + cut == 600
     await house.at_rest()
-
-
-async def test_a_model_that_ranks_nothing_refuses_by_name(open_house: Open) -> None:
-    for capabilities in (None, {**ABLE, "reranking": False}):
-        own: House = await open_house(capabilities=capabilities)
-        async with ask(own) as answer:
-            error = await error_of(answer)
-        assert (answer.status, error["code"]) == (404, "path_not_served")
-        assert "no reranker" in error["message"]
-        assert not own.engine.seen
-        await own.at_rest()
-    house = await theirs(open_house)
-    house.engine.script = Script([b'{"detail":"Not Found"}'], 404, "application/json")
-    async with ask(house) as answer:
-        assert (answer.status, (await error_of(answer))["code"]) == (404, "path_not_served")
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """Responses through the gateway: counted, charged, relayed, and refused in their own words."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import AsyncIterator
@@ -21,12 +19,7 @@ from tests.gateway.endpoints.responses_scripts import THEIR_USAGE, opening, stre
 from tests.gateway.fake_engine import CUT, HEADERS, Script, closing
 
 PROMPT = "user:hi\nassistant:"
-
-
-@pytest.fixture
-def protocol() -> str:
-    """The hop's protocol, which makes no difference here."""
-    return "http2"
+pytestmark = pytest.mark.hop("http2")
 
 
 @pytest.fixture

@@ -1,8 +1,6 @@
 """The table of public routes: what the edge answers, what keys are restricted to and what is described follow
 from it."""
 
-from __future__ import annotations
-
 import json
 from typing import Final
 
@@ -15,12 +13,7 @@ from shared.process.probes import PROBES
 from tests.gateway.conftest import House, error_of
 
 UNKNOWN: Final = NOTHING.path
-
-
-@pytest.fixture
-def protocol() -> str:
-    """The hop's protocol, which makes no difference here."""
-    return "http2"
+pytestmark = pytest.mark.hop("http2")
 
 
 @pytest.mark.parametrize(

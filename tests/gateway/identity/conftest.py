@@ -1,7 +1,5 @@
 """An issuer's key server, and gateways that trust it."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from pathlib import Path
 

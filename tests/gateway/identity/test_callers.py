@@ -1,16 +1,11 @@
 """Which identity is asked about a request, and which configurations of them contradict themselves."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from gateway.config.whole import (
-    GatewayConfig,
-    load,
-)
+from gateway.config.whole import GatewayConfig, load
 from gateway.identity import callers
 from gateway.identity.caller import Caller
 from gateway.identity.callers import Callers, KnownCallers
@@ -20,14 +15,7 @@ from shared.process.shield import Done
 from shared.wire.errors import Unauthenticated
 from shared.wire.ids import TenantId
 from tests.gateway.conftest import settings
-from tests.gateway.identity.issuers import (
-    EC,
-    GRANT,
-    ISS,
-    NOW_S,
-    issuer,
-    table,
-)
+from tests.gateway.identity.issuers import EC, GRANT, ISS, NOW_S, issuer, table
 
 # -- who is asked ---------------------------------------------------------------------------------
 

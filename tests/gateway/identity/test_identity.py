@@ -1,7 +1,5 @@
 """Keys and what they open."""
 
-from __future__ import annotations
-
 import hmac
 import re
 from datetime import UTC, datetime

@@ -1,7 +1,5 @@
 """The keys that issuers sign tokens with: which are taken, and what becomes of a bad file."""
 
-from __future__ import annotations
-
 import io
 import json
 from dataclasses import replace
@@ -12,9 +10,7 @@ import pytest
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
 from gateway.config.edge import IssuerConfig
-from gateway.config.whole import (
-    load,
-)
+from gateway.config.whole import load
 from gateway.directory.accounts import AccountsReader
 from gateway.identity.caller import Caller, Principal
 from gateway.identity.callers import callers_of

@@ -1,7 +1,5 @@
 """The requests that wait for an issuer's keys, by themselves."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 from contextlib import ExitStack

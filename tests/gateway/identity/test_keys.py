@@ -34,12 +34,7 @@ from tests.gateway.fake_engine import FakeEngine, byte_bundle, chunk, stream, un
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 NOW_S = NOW.timestamp()
 VICTIM = "the victim's"
-
-
-@pytest.fixture
-def protocol() -> str:
-    """Only one: what the gateway speaks to engines makes no difference here."""
-    return "http2"
+pytestmark = pytest.mark.hop("http2")
 
 
 def key(text: str, id_: str = "k", **more: Any) -> KeyConfig:

@@ -1,7 +1,5 @@
 """A gateway that drains: what it accepts, what it finishes, and what its clients notice."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 
@@ -14,11 +12,7 @@ from tests.gateway.fake_engine import chunk, stream, unary
 
 DONE = b"data: [DONE]\n\n"
 GET_READY = b"GET /readyz HTTP/1.1\r\nhost: a\r\n\r\n"
-
-
-@pytest.fixture
-def protocol() -> str:
-    return "http2"
+pytestmark = pytest.mark.hop("http2")
 
 
 async def test_idle_connections_are_closed_and_new_ones_refused_at_once(open_house: Open) -> None:

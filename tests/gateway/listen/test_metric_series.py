@@ -1,7 +1,5 @@
 """The number of metric series is bounded, whatever callers send."""
 
-from __future__ import annotations
-
 import asyncio
 import io
 import re
@@ -13,12 +11,7 @@ import pytest
 
 from gateway.identity.keys import hash_key
 from gateway.listen.listener import BoundedServer
-from gateway.request.record import (
-    TENANTS_SHOWN_MAX,
-    UPSTREAM_ATTEMPTS,
-    ExchangeRecord,
-    Reporter,
-)
+from gateway.request.record import TENANTS_SHOWN_MAX, UPSTREAM_ATTEMPTS, ExchangeRecord, Reporter
 from shared.process import logs
 from shared.telemetry.stages import Stages
 from shared.wire.completed_line import DETAIL_LEN_MAX, FAILURES_SHOWN_MAX
@@ -33,12 +26,7 @@ REAL: Final = 1_000
 KEYS: Final = 10_000
 """Those and made-up ones."""
 AT_ONCE: Final = 250
-
-
-@pytest.fixture
-def protocol() -> str:
-    """The hop's protocol, which makes no difference here."""
-    return "http2"
+pytestmark = pytest.mark.hop("http2")
 
 
 async def test_callers_add_no_series_to_the_metrics_whatever_they_send(open_house: Open) -> None:

@@ -36,12 +36,7 @@ TURNS: Final = 12
 """Turns of the event loop within which a request without anything to wait for is answered."""
 GROWTH_MAX: Final = 50 * 1024**2
 PLANNED: Final = frozenset({200, 400, 401, 404, 405, 408, 413, 417, 429})
-
-
-@pytest.fixture
-def protocol() -> str:
-    """The hop's protocol, which no mutated request reaches."""
-    return "http2"
+pytestmark = pytest.mark.hop("http2")
 
 
 def test_a_mutated_body_is_taken_or_refused_by_the_validator() -> None:

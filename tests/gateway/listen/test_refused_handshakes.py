@@ -1,7 +1,5 @@
 """TLS handshakes that fail leave a trace: a counter by the reason, and a line now and then."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import ssl
@@ -19,11 +17,7 @@ from shared.process import handshakes
 from tests.gateway.conftest import PATIENCE_S, House, Open, until
 from tests.gateway.listen.test_public_tls import DAY, Pki, events, status, with_extension
 
-
-@pytest.fixture
-def protocol() -> str:
-    """The hop's protocol, which none of these requests reaches."""
-    return "http2"
+pytestmark = pytest.mark.hop("http2")
 
 
 @pytest.fixture

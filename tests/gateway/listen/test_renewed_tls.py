@@ -1,7 +1,5 @@
 """Certificates, authorities and revocation lists that are renewed again and again beside new connections."""
 
-from __future__ import annotations
-
 import asyncio
 import ssl
 from pathlib import Path
@@ -14,12 +12,7 @@ from tests.gateway.listen.test_public_tls import ENTRIES, Pki, events, status
 
 RENEWALS = 50
 CALLERS = 4
-
-
-@pytest.fixture
-def protocol() -> str:
-    """The hop's protocol, which none of these requests reaches."""
-    return "http2"
+pytestmark = pytest.mark.hop("http2")
 
 
 @pytest.fixture

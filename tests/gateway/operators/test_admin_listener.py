@@ -3,8 +3,6 @@
 The victim is monitoring that scrapes on a connection of its own, and a probe on a new one.
 """
 
-from __future__ import annotations
-
 import asyncio
 import ssl
 from contextlib import suppress
@@ -29,12 +27,7 @@ SCRAPE = b"GET /metrics HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n"
 KNOWN = f"host: 127.0.0.1\r\nauthorization: {OPERATOR['authorization']}\r\n"
 """Headers of an operator's."""
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
-
-
-@pytest.fixture
-def protocol() -> str:
-    """The hop's protocol, which none of these requests reaches."""
-    return "http2"
+pytestmark = pytest.mark.hop("http2")
 
 
 def own(pki: Pki) -> dict[str, Any]:

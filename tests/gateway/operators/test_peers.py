@@ -35,9 +35,7 @@ def redis() -> Iterator[RedisServer]:
         yield server
 
 
-@pytest.fixture
-def protocol() -> str:
-    return "http2"
+pytestmark = pytest.mark.hop("http2")
 
 
 @pytest.fixture(autouse=True)

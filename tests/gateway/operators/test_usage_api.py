@@ -30,12 +30,7 @@ from tests.gateway.request.test_charges import ENDS
 from tests.gateway.request.test_disconnect import RawClient, body
 
 BOTH: Final = ("memory", "redis")
-
-
-@pytest.fixture
-def protocol() -> str:
-    """Only one: how engines report is in `test_charges.py`."""
-    return "http2"
+pytestmark = pytest.mark.hop("http2")  # only one: how engines report is in `test_charges.py`
 
 
 async def accounted(
@@ -77,8 +72,7 @@ async def test_every_end_of_a_request_is_counted_as_it_was_settled(
     async with house.chat() as answer:
         assert answer.status == 504
     house.engine.script = stream(chunk("a"), asyncio.Event())
-    client = await RawClient.of(house)
-    client.post(body(stream=True))
+    client = await RawClient.posting(house, body(stream=True))
     await client.reader.readuntil(b"\n\n")
     client.leave()
     lines = await house.lines(6)

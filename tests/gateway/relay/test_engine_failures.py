@@ -1,7 +1,5 @@
 """Engines that fail, break off, refuse or are not there."""
 
-from __future__ import annotations
-
 import asyncio
 
 import aiohttp
@@ -12,16 +10,7 @@ from gateway.relay.engine_errors import ERROR_LEN_MAX
 from shared.wire.errors import EngineFailed
 from shared.wire.sse import EVENT_LEN_MAX, closing_comment, error_event
 from tests.gateway.conftest import CONVERSATIONS, PATIENCE_S, House, Open, error_of
-from tests.gateway.fake_engine import (
-    CUT,
-    HEADERS,
-    FakeEngine,
-    Script,
-    chunk,
-    closing,
-    refusal,
-    unary,
-)
+from tests.gateway.fake_engine import CUT, HEADERS, FakeEngine, Script, chunk, closing, refusal, unary
 
 pytestmark = pytest.mark.both_protocols
 

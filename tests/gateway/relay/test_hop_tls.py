@@ -1,7 +1,5 @@
 """TLS and mTLS between gateway and engine."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from pathlib import Path
 

@@ -5,8 +5,6 @@ charged, and the outcome of each attempt for the replica that was asked. One ser
 replicas, and answers with the cell's bytes.
 """
 
-from __future__ import annotations
-
 import asyncio
 import gzip
 import io
@@ -339,12 +337,7 @@ def error_reply_of(status: int, code: str) -> Reply:
 
 
 ERRORS: Final = [
-    Cell(
-        f"{status}-{body}-{streams}",
-        error_reply(status, body),
-        made_of(status, body),
-        streams,
-    )
+    Cell(f"{status}-{body}-{streams}", error_reply(status, body), made_of(status, body), streams)
     for streams in (False, True)
     for status in MADE
     for body in (BODIES if not streams and status in (400, 403, 404, 413, 422, 429, 451, 500, 503) else SOME)

@@ -1,8 +1,6 @@
 """An agent of another make, pydantic-ai's, through the gateway to an engine of another make: its tool loop,
 as a stream and not, and an image."""
 
-from __future__ import annotations
-
 import base64
 from collections.abc import AsyncIterator
 from typing import Any, Final
@@ -59,10 +57,7 @@ def script(seen: Seen) -> Script:
     return Script([*(sse.event(msgspec.json.encode(event)) for event in events), sse.DONE])
 
 
-@pytest.fixture
-def protocol() -> str:
-    """What engines of other makes speak."""
-    return "http1"
+pytestmark = pytest.mark.hop("http1")  # what engines of other makes speak
 
 
 @pytest.fixture

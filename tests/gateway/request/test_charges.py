@@ -95,8 +95,7 @@ async def test_a_disconnect_before_the_first_token_is_charged_what_was_computed(
     house: House, protocol: str, streaming: bool, path: str
 ) -> None:
     house.engine.script, house.engine.reports = Script([asyncio.Event()]), ENDS
-    client = await RawClient.of(house)
-    client.post(asked(path, 6_000 // 2, stream=streaming), path=path)
+    client = await RawClient.posting(house, asked(path, 6_000 // 2, stream=streaming), path=path)
     await house.engine.arrived.wait()
     client.leave()
     settled(await house.line(), protocol, 5_010)
@@ -108,8 +107,7 @@ async def test_a_disconnect_in_the_middle_is_charged_what_was_computed(
     house: House, protocol: str, path: str
 ) -> None:
     house.engine.script, house.engine.reports = stream(chunk("a"), asyncio.Event()), ENDS
-    client = await RawClient.of(house)
-    client.post(asked(path, 9), path=path)
+    client = await RawClient.posting(house, asked(path, 9), path=path)
     await client.reader.readuntil(b"\n\n")
     client.leave()
     settled(await house.line(), protocol, 5_010)
@@ -265,8 +263,7 @@ async def test_a_stream_that_fails_before_its_first_token_says_afterwards_what_i
 
 async def test_the_wait_for_an_engines_report_times_out(house: House, protocol: str) -> None:
     house.engine.script = stream(chunk("a"), asyncio.Event())
-    client = await RawClient.of(house)
-    client.post(body(stream=True))
+    client = await RawClient.posting(house, body(stream=True))
     await client.reader.readuntil(b"\n\n")
     client.leave()
     line = await house.line()
@@ -363,8 +360,7 @@ async def test_a_budget_says_what_is_left_of_it(open_house: Open) -> None:
 async def test_a_caller_without_a_token_left_is_refused_before_dispatch(open_house: Open) -> None:
     """The seat is refused, so the body is not read: no work before its reservation."""
     house = await limited(open_house, {"token_budget": 0}, {})
-    client = await RawClient.of(house)
-    client.post(b'{"model":', length=1000)
+    client = await RawClient.posting(house, b'{"model":', length=1000)
     async with asyncio.timeout(PATIENCE_S):
         head = await client.reader.readuntil(b"\r\n\r\n")
     assert b" 429 " in head

@@ -42,6 +42,13 @@ class RawClient:
         await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", house.gateway.port))
         return cls(*await asyncio.open_connection(sock=sock))
 
+    @classmethod
+    async def posting(cls, house: House, body: bytes, **head: Any) -> RawClient:
+        """A client that has sent a request."""
+        client = await cls.of(house)
+        client.post(body, **head)
+        return client
+
     def post(
         self, body: bytes, *, path: str = "/v1/chat/completions", length: int | None = None, key: str = KEY
     ) -> None:
@@ -73,8 +80,7 @@ async def left_at(house: House, stage: str) -> None:
 
 
 async def test_disconnect_while_the_body_is_sent(house: House) -> None:
-    client = await RawClient.of(house)
-    client.post(b'{"model":', length=1000)
+    client = await RawClient.posting(house, b'{"model":', length=1000)
     await until(lambda: len(house.gateway.live) == 1)
     client.leave()
     await left_at(house, "body")
@@ -110,8 +116,7 @@ async def test_disconnect_while_the_prompt_is_counted(house: House, monkeypatch:
         await asyncio.Event().wait()
 
     monkeypatch.setattr("gateway.request.pipeline.count_tokens", forever)
-    client = await RawClient.of(house)
-    client.post(body())
+    client = await RawClient.posting(house, body())
     await counting.wait()
     client.leave()
     await left_at(house, "tokenize")
@@ -142,8 +147,7 @@ async def test_disconnect_while_the_quota_is_reserved(
         raise AssertionError
 
     monkeypatch.setattr(house.store, "reserve", slowly)
-    client = await RawClient.of(house)
-    client.post(body())
+    client = await RawClient.posting(house, body())
     await reserving.wait()
     client.leave()
     await left_at(house, "quota")
@@ -165,8 +169,7 @@ async def test_disconnect_while_a_connection_to_the_engine_is_opened(open_house:
         url = f"http://127.0.0.1:{deaf.getsockname()[1]}"
         stuck = house.gateway.replicas._pools["tiny"].replicas[0]
         stuck.url = url
-        client = await RawClient.of(house)
-        client.post(body())
+        client = await RawClient.posting(house, body())
         await until(lambda: stuck.view.requests == 1)
         await until(lambda: any(e.stages.now == "connect" for e in house.gateway.live._exchanges))
         client.leave()
@@ -179,8 +182,7 @@ async def test_disconnect_while_a_connection_to_the_engine_is_opened(open_house:
 @pytest.mark.parametrize("is_stream", [True, False], ids=["stream", "unary"])
 async def test_disconnect_before_the_engines_headers(house: House, is_stream: bool) -> None:
     house.engine.script = Script([asyncio.Event(), HEADERS])
-    client = await RawClient.of(house)
-    client.post(body(stream=is_stream))
+    client = await RawClient.posting(house, body(stream=is_stream))
     await house.engine.arrived.wait()
     client.leave()
     await left_at(house, "wait")
@@ -191,54 +193,38 @@ async def test_disconnect_before_the_engines_headers(house: House, is_stream: bo
 async def test_disconnect_before_the_first_token(house: House, is_stream: bool) -> None:
     script = stream(asyncio.Event()) if is_stream else unary()
     house.engine.script = Script([HEADERS, asyncio.Event()], 200, script.content_type)
-    client = await RawClient.of(house)
-    client.post(body(stream=is_stream))
+    client = await RawClient.posting(house, body(stream=is_stream))
     await house.engine.arrived.wait()
     client.leave()
     await left_at(house, "wait")
 
 
-async def test_disconnect_in_the_middle_of_a_stream(house: House) -> None:
+@pytest.mark.parametrize("is_half", [False, True], ids=["closed", "half-closed"])
+async def test_disconnect_in_the_middle_of_a_stream(house: House, is_half: bool) -> None:
     house.engine.script = stream(chunk("a"), asyncio.Event())
-    client = await RawClient.of(house)
-    client.post(body(stream=True))
+    client = await RawClient.posting(house, body(stream=True))
     await client.reader.readuntil(b"\n\n")
-    client.leave()
+    if is_half:
+        client.writer.write_eof()
+    else:
+        client.leave()
     await left_at(house, "relay")
     line = await house.line()
     assert line["events"] == 1
     assert line["settled_tokens"] == line["reserved_tokens"], "nobody told what was computed"
-
-
-async def test_disconnect_from_a_fast_stream(house: House) -> None:
-    """The client is noticed to be gone by a write that fails, too."""
-    house.engine.script = Script([chunk("x" * 1000)] * 20_000)
-    client = await RawClient.of(house)
-    client.post(body(stream=True))
-    await client.reader.readuntil(b"\n\n")
     client.leave()
-    await left_at(house, "relay")
 
 
-async def test_disconnect_in_the_middle_of_a_large_unary_answer(house: House) -> None:
-    house.engine.script = Script([HEADERS, b"x" * 1_000_000, asyncio.Event()], 200, "application/json")
-    client = await RawClient.of(house)
-    client.post(body())
+@pytest.mark.parametrize("is_stream", [True, False], ids=["fast stream", "unary"])
+async def test_disconnect_in_the_middle_of_a_large_answer(house: House, is_stream: bool) -> None:
+    """The client is noticed to be gone by a write that fails, too."""
+    unary_steps = [HEADERS, b"x" * 1_000_000, asyncio.Event()]
+    fast = Script([chunk("x" * 1000)] * 20_000)
+    house.engine.script = fast if is_stream else Script(unary_steps, 200, "application/json")
+    client = await RawClient.posting(house, body(stream=is_stream))
     await client.reader.readuntil(b"xxx")
     client.leave()
     await left_at(house, "relay")
-
-
-async def test_a_half_closed_connection_is_a_disconnect(house: House) -> None:
-    house.engine.script = stream(chunk("a"), asyncio.Event())
-    client = await RawClient.of(house)
-    client.post(body(stream=True))
-    await client.reader.readuntil(b"\n\n")
-    client.writer.write_eof()
-    await left_at(house, "relay")
-    line = await house.line()
-    assert line["settled_tokens"] == line["reserved_tokens"], "nobody told what was computed"
-    client.leave()
 
 
 @pytest.mark.parametrize("is_stream", [True, False], ids=["stream", "unary"])
@@ -247,8 +233,7 @@ async def test_a_connection_that_is_half_closed_before_the_answer_gets_none(
 ) -> None:
     """Nothing tells a caller who has only done sending from one who is gone."""
     house.engine.script = Script([asyncio.Event(), HEADERS])
-    client = await RawClient.of(house)
-    client.post(body(stream=is_stream))
+    client = await RawClient.posting(house, body(stream=is_stream))
     await house.engine.arrived.wait()
     client.writer.write_eof()
     async with asyncio.timeout(PATIENCE_S):
@@ -261,8 +246,7 @@ async def test_a_connection_that_is_half_closed_before_the_answer_gets_none(
 
 async def test_a_connection_that_is_half_closed_with_its_request_gets_no_answer(house: House) -> None:
     house.engine.script = Script([asyncio.Event(), HEADERS])
-    client = await RawClient.of(house)
-    client.post(body())
+    client = await RawClient.posting(house, body())
     client.writer.write_eof()
     async with asyncio.timeout(PATIENCE_S):
         assert await client.reader.read() == b""
@@ -279,8 +263,7 @@ async def test_a_hundred_disconnects_at_random_moments_leak_nothing(house: House
     house.engine.script = script
 
     async def one(turns: int) -> None:
-        client = await RawClient.of(house)
-        client.post(body(stream=turns % 2 == 0))
+        client = await RawClient.posting(house, body(stream=turns % 2 == 0))
         for _ in range(turns):
             await asyncio.sleep(0)
         client.leave()
@@ -385,8 +368,7 @@ async def test_a_flood_of_deletes_is_its_tenants_own(
 async def test_a_disconnect_after_the_last_event_is_logged_as_ok(house: House, is_stream: bool) -> None:
     house.engine.script = stream(chunk("a")) if is_stream else unary()
     for _ in range(20):
-        client = await RawClient.of(house)
-        client.post(body(stream=is_stream))
+        client = await RawClient.posting(house, body(stream=is_stream))
         await client.reader.readuntil(b"[DONE]\n\n" if is_stream else b'"fp"}')
         client.leave()
     lines = await house.lines(20)
@@ -400,8 +382,7 @@ async def test_a_disconnect_after_the_engines_error_event_is_no_cancellation(hou
     event = error_event(EngineFailed("The engine failed."))
     comment = closing_comment(closing(reason="engine_failed"))
     house.engine.script = Script([chunk("a"), event + comment, asyncio.Event()])
-    client = await RawClient.of(house)
-    client.post(body(stream=True))
+    client = await RawClient.posting(house, body(stream=True))
     await client.reader.readuntil(event)
     client.leave()
     line = await house.line()
@@ -421,8 +402,7 @@ async def test_a_disconnect_during_settlement_does_not_stop_it(
         return await settle(reservation, used)
 
     monkeypatch.setattr(house.store, "settle", slowly)
-    client = await RawClient.of(house)
-    client.post(body())
+    client = await RawClient.posting(house, body())
     await settling.wait()
     client.leave()
     await asyncio.sleep(0)

@@ -1,8 +1,6 @@
 """The edge around the pipeline: probes, metrics, the drain, bounds of connections, what is not logged, and
 engines that shut down while requests come."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import socket
@@ -28,15 +26,7 @@ from shared.process.clock import SYSTEM_CLOCK
 from shared.wire.errors import ApiError
 from shared.wire.http import ClientGone
 from tests.gateway.conftest import CHAT, CONVERSATIONS, KEY, PATIENCE_S, House, Open, error_of, until
-from tests.gateway.fake_engine import (
-    FakeEngine,
-    Script,
-    Seen,
-    byte_bundle,
-    chunk,
-    stream,
-    unary,
-)
+from tests.gateway.fake_engine import FakeEngine, Script, Seen, byte_bundle, chunk, stream, unary
 from tests.uncollected import uncollected
 
 DONE = b"data: [DONE]\n\n"
@@ -379,11 +369,7 @@ async def test_when_a_caller_without_a_socket_is_gone_its_answer_is_ended(house:
     await house.at_rest()
 
 
-@pytest.fixture
-def protocol() -> str:
-    return "http2"
-
-
+@pytest.mark.hop("http2")
 async def test_a_drain_of_the_only_engine_is_503_with_retry_after(house: House) -> None:
     """Streams that run are finished; new requests are refused, with when to come back."""
     go_on = asyncio.Event()
@@ -413,6 +399,7 @@ async def test_a_drain_of_the_only_engine_is_503_with_retry_after(house: House) 
     await house.at_rest()
 
 
+@pytest.mark.hop("http2")
 async def test_requests_to_a_draining_engine_are_retried_on_another(open_house: Open) -> None:
     async with FakeEngine(bundle=byte_bundle()) as other:
         house: House = await open_house(other.url)

@@ -1,7 +1,5 @@
 """The list of models, which costs no quota: worked out once, in its tenant's turn, and bounded in readers."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from typing import Any
@@ -28,11 +26,7 @@ MODELS = (
 TENANTS = [TenantConfig(id="all"), TenantConfig(id="also"), TenantConfig(id="one", models=("small",))]
 LONG = b"x" * 4_000_000
 """More than the kernel holds for a client."""
-
-
-@pytest.fixture
-def protocol() -> str:
-    return "http2"
+pytestmark = pytest.mark.hop("http2")
 
 
 class Nobody:

@@ -1,7 +1,5 @@
 """One request through all stages, against an engine that plays a script."""
 
-from __future__ import annotations
-
 import asyncio
 import io
 import re
@@ -22,15 +20,7 @@ from shared.wire.causes import Cause, CauseCode
 from shared.wire.ids import IGNORED_FIELDS_HEADER
 from shared.wire.sse import Closing
 from tests.gateway.conftest import CONVERSATIONS, OTHER_KEY, PROMPT, House, Open, error_of, until
-from tests.gateway.fake_engine import (
-    FakeEngine,
-    Script,
-    byte_bundle,
-    chunk,
-    refusal,
-    stream,
-    unary,
-)
+from tests.gateway.fake_engine import FakeEngine, Script, byte_bundle, chunk, refusal, stream, unary
 
 pytestmark = pytest.mark.both_protocols
 

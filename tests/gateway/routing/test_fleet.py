@@ -26,10 +26,7 @@ def pulse(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gateway.relay.upstream.PULSE", PULSE)
 
 
-@pytest.fixture
-def protocol() -> str:
-    """Over HTTP/1.1 nobody can be asked for a sign of life."""
-    return "http2"
+pytestmark = pytest.mark.hop("http2")  # over HTTP/1.1 nobody can be asked for a sign of life
 
 
 class Wire:

@@ -1,7 +1,5 @@
 """Members of pools that are added, drained and removed while requests run."""
 
-from __future__ import annotations
-
 import asyncio
 import io
 from collections.abc import AsyncIterator, Iterable
@@ -33,14 +31,7 @@ from gateway.routing.members import (
     phase_of,
 )
 from gateway.routing.policy import SLOW_START_MS, Affinity, RouteReason, nowhere
-from gateway.routing.replicas import (
-    ENGINE_DRAIN_S,
-    LINGER_S,
-    SWEEP_S,
-    Placement,
-    Replica,
-    Replicas,
-)
+from gateway.routing.replicas import ENGINE_DRAIN_S, LINGER_S, SWEEP_S, Placement, Replica, Replicas
 from shared.wire.ids import ReplicaId
 from shared.wire.load_report import LoadReport
 from tests.effort import drawn

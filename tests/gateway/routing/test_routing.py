@@ -1,7 +1,5 @@
 """Which replica."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Collection
 from typing import Any
@@ -15,16 +13,7 @@ from gateway.routing import affinity
 from gateway.routing.affinity import affinity_of
 from gateway.routing.health import Outcome
 from gateway.routing.maglev import MEMBERS_MAX, Table, key_of
-from gateway.routing.policy import (
-    LATE_MS,
-    SLOW_START_MS,
-    Affinity,
-    RouteReason,
-    View,
-    choose,
-    loads,
-    nowhere,
-)
+from gateway.routing.policy import LATE_MS, SLOW_START_MS, Affinity, RouteReason, View, choose, loads, nowhere
 from gateway.routing.replicas import Placement, Replicas
 from gateway.routing.sessions import session_of
 from shared.apis.chat import ChatRequest

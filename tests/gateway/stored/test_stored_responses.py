@@ -1,7 +1,5 @@
 """Responses that a gateway keeps: answered, retrieved, gone on with, deleted, and each tenant's own."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json
@@ -33,12 +31,7 @@ from tests.gateway.redis_server import RedisServer
 
 ACME = TenantId("acme")
 UNKNOWN = "resp_0123456789"
-
-
-@pytest.fixture
-def protocol() -> str:
-    """The hop's protocol, which makes no difference here."""
-    return "http2"
+pytestmark = pytest.mark.hop("http2")
 
 
 class Engine:

@@ -1,7 +1,5 @@
 """Every numeric field of a request at its bounds, which are read from the types themselves."""
 
-from __future__ import annotations
-
 import json
 import math
 from typing import Any
@@ -15,11 +13,7 @@ from shared.apis.completions import CompletionRequest
 from shared.apis.generation import GenerationRequest
 from shared.apis.validation import parse
 from shared.wire.errors import InvalidRequest
-from tests.shared.wire.request_bodies import (
-    MINIMAL,
-    REQUESTS,
-    refused,
-)
+from tests.shared.wire.request_bodies import MINIMAL, REQUESTS, refused
 
 
 class NumericField:

@@ -1,7 +1,5 @@
 """What the door says of JSON schemas."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

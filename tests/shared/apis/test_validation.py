@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 import math
 import tracemalloc
@@ -18,14 +16,7 @@ from shared.apis.completions import CompletionRequest
 from shared.apis.generation import _PRIORITY_MAX, GenerationRequest
 from shared.apis.request import Request
 from shared.apis.tokenize import DetokenizeRequest, TokenizeRequest
-from shared.apis.validation import (
-    FIELDS_MAX,
-    IGNORED_NAMED_MAX,
-    Parsed,
-    parse,
-    parse_slices,
-    with_fields,
-)
+from shared.apis.validation import FIELDS_MAX, IGNORED_NAMED_MAX, Parsed, parse, parse_slices, with_fields
 from shared.fairness.fair_threads import at_once
 from shared.wire.errors import InvalidJson, InvalidRequest, UnsupportedParameter
 from shared.wire.shapes import (
@@ -42,15 +33,7 @@ from shared.wire.shapes import (
     TOKEN_ID_MAX,
     TOKENS_MAX,
 )
-from tests.shared.wire.request_bodies import (
-    CHAT,
-    MESSAGE,
-    MINIMAL,
-    REQUESTS,
-    chat,
-    completion,
-    refused,
-)
+from tests.shared.wire.request_bodies import CHAT, MESSAGE, MINIMAL, REQUESTS, chat, completion, refused
 
 TEXT = {"type": "text", "text": "x"}
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
@@ -286,63 +269,43 @@ def test_the_error_of_a_malformed_body_takes_linear_time(unit: bytes) -> None:
 # -- messages for people --------------------------------------------------------------------------
 
 
+def said(**part: str) -> dict[str, Any]:
+    """A message of the user's that has one part."""
+    return {"role": "user", "content": [part]}
+
+
 @pytest.mark.parametrize(
-    ("fields", "param", "message"),
+    ("fields", "param", "what"),
     [
-        ({"temperature": 3}, "temperature", "temperature must be at most 2.0."),
-        ({"repetition_penalty": 0}, "repetition_penalty", "repetition_penalty must be greater than 0.0."),
-        ({"n": "x"}, "n", "n must be an integer or null, not a string."),
-        ({"stop": [""]}, "stop[0]", "stop[0] must have at least 1 characters."),
-        ({"messages": []}, "messages", "messages must have at least 1 items."),
-        ({"messages": "hi"}, "messages", "messages must be an array, not a string."),
-        ({"messages": [{"role": "user"}]}, "messages[0].content", "messages[0].content is required."),
+        ({"temperature": 3}, "temperature", "be at most 2.0"),
+        ({"repetition_penalty": 0}, "repetition_penalty", "be greater than 0.0"),
+        ({"n": "x"}, "n", "be an integer or null, not a string"),
+        ({"stop": [""]}, "stop[0]", "have at least 1 characters"),
+        ({"messages": []}, "messages", "have at least 1 items"),
+        ({"messages": "hi"}, "messages", "be an array, not a string"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content", "required"),
+        ({"messages": [{"role": "root", "content": "x"}]}, "messages[0].role", "be one of assistant, dev"),
         (
-            {"messages": [{"role": "root", "content": "x"}]},
-            "messages[0].role",
-            "messages[0].role must be one of assistant, developer, function, system, tool, user.",
-        ),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]},
+            {"messages": [said(type="input_audio")]},
             "messages[0].content[0].type",
-            "messages[0].content[0].type must be one of text, image_url, refusal.",
+            "be one of text, image_url",
         ),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
-            "messages[0].content[0].text",
-            "messages[0].content[0].text is required.",
-        ),
-        (
-            {"messages": [{"role": "user", "content": [{}]}]},
-            "messages[0].content[0].type",
-            "messages[0].content[0].type is required.",
-        ),
-        (
-            {"messages": [{"role": "user", "content": None}]},
-            "messages[0].content",
-            "messages[0].content is required.",
-        ),
-        (
-            {"messages": [{"role": "assistant", "content": None, "refusal": ""}]},
-            "messages[0].content",
-            "messages[0].content is required.",
-        ),
-        (
-            {"messages": [{"role": "user", "content": [IMAGE] * (IMAGES_MAX + 1)}]},
-            "messages",
-            f"messages must have at most {IMAGES_MAX} images.",
-        ),
-        ({"logit_bias": {"1": 101}}, "logit_bias", "A value of logit_bias must be at most 100.0."),
-        ({"metadata": {"a": 1}}, "metadata", "A value of metadata must be a string, not an integer."),
-        (
-            {"service_tier": "gold"},
-            "service_tier",
-            "service_tier must be one of auto, default, flex, priority, scale.",
-        ),
+        ({"messages": [said(type="text")]}, "messages[0].content[0].text", "required"),
+        ({"messages": [said()]}, "messages[0].content[0].type", "required"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages[0].content", "required"),
+        ({"messages": [{**MESSAGE, "content": None, "refusal": ""}]}, "messages[0].content", "required"),
+        ({"messages": [{"role": "user", "content": [IMAGE] * (IMAGES_MAX + 1)}]}, "messages", "have at most"),
+        ({"logit_bias": {"1": 101}}, "logit_bias", "be at most 100.0"),
+        ({"metadata": {"a": 1}}, "metadata", "be a string, not an integer"),
+        ({"service_tier": "gold"}, "service_tier", "be one of auto, default, flex, priority, scale"),
     ],
 )
-def test_messages_say_what_is_right(fields: dict[str, Any], param: str, message: str) -> None:
+def test_messages_say_what_is_right(fields: dict[str, Any], param: str, what: str) -> None:
     error = refused(chat(**fields))
-    assert (error.param, error.message) == (param, message)
+    assert error.param == param
+    assert error.message.removeprefix("A value of ").startswith(
+        (f"{param} must {what}", f"{param} is {what}")
+    )
 
 
 @pytest.mark.parametrize(

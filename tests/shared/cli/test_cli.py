@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import argparse
 import contextlib
 import importlib.util
@@ -104,10 +102,7 @@ def test_a_service_does_not_start_without_its_assertions(argv: list[str]) -> Non
         (("up", "--model", ""), "argument --model: must not be empty"),
         (("up", "--host", ""), "argument --host: must not be empty"),
         (("up", "--tls-cert", "c.pem"), "--tls-cert and --tls-key belong together"),
-        (
-            ("up", *EVERYWHERE),
-            "--host 0.0.0.0 is reached from other machines: give --tls-cert and --tls-key, or --p",
-        ),
+        (("up", *EVERYWHERE), "is reached from other machines: give --tls-cert and --tls-key, or"),
         (("up", *EVERYWHERE, "--tls-cert", "c", "--tls-key", "k", "--plaintext"), "not allowed with"),
         (("up", "--redis", "localhost"), "argument --redis: must be like redis://host:6379/0"),
         (("up", "--redis", "redis://:secret@a"), "argument --redis: user and password are no part of it"),
@@ -268,11 +263,7 @@ def test_the_gateway_takes_the_file_and_any_key(key: str) -> None:
     config = load_gateway_config(tomllib.loads(text), {})
     assert (config.listen.host, config.listen.port) == ("::1", 81)
     (model,) = config.models
-    assert (model.name, model.aliases, model.replicas) == (
-        'm"\\水',
-        ("*", "gpt-4o"),
-        ("http://127.0.0.1:9",),
-    )
+    assert (model.name, model.aliases, model.replicas) == ('m"\\水', ("*", "gpt-4o"), ("http://127.0.0.1:9",))
     assert KeyTable(config.keys).authenticate(f"Bearer {key}", 0.0).tenant == config.tenants[0].id
 
 

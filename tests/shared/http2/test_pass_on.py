@@ -1,7 +1,5 @@
 """`Stream.pass_on`: what comes is handed over in the turn in which it came, under the same laws as `read`."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 

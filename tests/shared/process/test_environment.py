@@ -1,7 +1,5 @@
 """Which environment variables are settings, which are somebody else's, and which are mistakes."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -112,10 +110,7 @@ def test_either_name_of_a_switch_that_can_be_turned_off() -> None:
         ({"SIZE": "24"}, "PENSTOCK_ENGINE_SIZE: must be one of 16, 32, got '24'"),
         ({"SIZE": "x"}, "PENSTOCK_ENGINE_SIZE: must be one of 16, 32, got 'x'"),
         ({"CACHE": "maybe"}, "PENSTOCK_ENGINE_CACHE: must be true or false, got 'maybe'"),
-        (
-            {"CACHE": "1", "NO_CACHE": "0"},
-            "PENSTOCK_ENGINE_CACHE and PENSTOCK_ENGINE_NO_CACHE set the same option",
-        ),
+        ({"CACHE": "1", "NO_CACHE": "0"}, "PENSTOCK_ENGINE_CACHE and PENSTOCK_ENGINE_NO_CACHE"),
     ],
 )
 def test_a_mistake_is_named_as_a_wrong_option_is(env: dict[str, str], says: str) -> None:

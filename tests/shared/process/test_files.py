@@ -1,7 +1,5 @@
 """Files that are written and read whole."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,13 +1,12 @@
 """Which loop a service runs on, and how late it is."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 
 import pytest
 import uvloop
 
+from shared.process.clock import SYSTEM_CLOCK
 from shared.process.loops import (
     IDLE_TICK_S,
     SWITCH_S,
@@ -79,3 +78,10 @@ async def test_threads_let_go_of_the_interpreter_soon() -> None:
         assert sys.getswitchinterval() == pytest.approx(SWITCH_S)
     finally:
         sys.setswitchinterval(before_s)
+
+
+async def test_the_system_clock_runs() -> None:
+    before = SYSTEM_CLOCK.monotonic()
+    await SYSTEM_CLOCK.sleep(0)
+    assert SYSTEM_CLOCK.monotonic() >= before
+    assert SYSTEM_CLOCK.wall() > 1_700_000_000

@@ -1,7 +1,5 @@
 """The list of an image's packages."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 

@@ -1,7 +1,5 @@
 """Declared settings, and what `penstock settings` makes of the services' own."""
 
-from __future__ import annotations
-
 import json
 import re
 import tomllib
@@ -20,16 +18,7 @@ from shared import cli
 from shared.cli.service import CONFIGS
 from shared.cli.settings import text_of
 from shared.process.setting_values import load, to_toml
-from shared.process.settings import (
-    Kind,
-    Port,
-    Rule,
-    Text,
-    Unit,
-    problems_of,
-    settings_of,
-    walk,
-)
+from shared.process.settings import Kind, Port, Rule, Text, Unit, problems_of, settings_of, walk
 from shared.process.sizes import parse_size, show_size
 
 ROOT = Path(__file__).parents[3]
@@ -89,10 +78,7 @@ def test_sections_and_lists_are_walked_into() -> None:
         (bool | None, "be true or false"),
         (Literal[16, 32], "be one of 16, 32"),
         (Annotated[int, Meta(ge=3)] | None, "be a whole number of at least 3"),
-        (
-            Annotated[int, Unit("bytes"), Meta(ge=1 << 20, le=3 << 30)],
-            "be a size from 1MiB to 3GiB, such as",
-        ),
+        (Annotated[int, Unit("bytes"), Meta(ge=1 << 20, le=3 << 30)], "be a size from 1MiB to 3GiB"),
         (Annotated[str, Meta(pattern="^a$")], "be a text that matches ^a$"),
         (Annotated[str, Meta(max_length=3)], "be a text of at most 3 characters"),
         (Annotated[tuple[str, ...], Meta(min_length=2)], "be a list of at least 2 entries"),

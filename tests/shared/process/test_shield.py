@@ -1,7 +1,5 @@
 """Cleaning up while one is cancelled."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

@@ -1,7 +1,5 @@
 """What templates are given: tools, calls, variables and parts of content, as transformers gives them."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from pathlib import Path
@@ -20,12 +18,7 @@ from shared.fairness.fair_threads import at_once
 from shared.process.clock import SYSTEM_CLOCK
 from shared.text import bounded_template
 from shared.text.bounded_template import Unbounded
-from shared.text.chat_template import (
-    BoundedEnvironment,
-    ChatTemplate,
-    CompiledTemplate,
-    variables_read,
-)
+from shared.text.chat_template import BoundedEnvironment, ChatTemplate, CompiledTemplate, variables_read
 from shared.text.rendering import APART_LEN, Renderer
 from shared.text.tokenizer import ARGUMENTS_LEN_MAX, Tokenizer, TokenizerBundle, UnusableTokenizer
 from shared.wire.errors import InvalidRequest, NotInPlace

@@ -1,17 +1,12 @@
 """Small tokenizers of the two kinds that are common, trained on the spot."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
 import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from shared.text.tokenizer import (
-    Tokenizer,
-    TokenizerBundle,
-)
+from shared.text.tokenizer import Tokenizer, TokenizerBundle
 
 CORPUS = [
     "The valve opens and the water flows through the penstock to the turbine. " * 20,

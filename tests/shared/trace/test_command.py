@@ -1,7 +1,5 @@
 """`penstock trace`: the slowest requests of logs, rows as requests end, and questions that make no sense."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import itertools

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 
 from shared.wire.paths import no_such_path

@@ -1,7 +1,5 @@
 """Texts in grammars."""
 
-from __future__ import annotations
-
 from engine.api.formats import lark
 from engine.contract.grammars import compiled
 from tests.engine.api import walks

@@ -1,7 +1,5 @@
 """Each option against the document order, written naively in float64; then whole distributions."""
 
-from __future__ import annotations
-
 import math
 import random
 import struct
@@ -329,6 +327,9 @@ def test_a_tiny_temperature_is_greedy_and_does_not_overflow() -> None:
 EXTREMES: tuple[dict[str, Any], ...] = (
     *({"temperature": t} for t in (5e-324, 1e-46, 7e-46, 1.4e-45, 1e-38, 1.2e-38, 1e-30, 1e30, 1e39, 1e308)),
     *({"repetition_penalty": p} for p in (5e-324, 1e-300, 1e-46, 1e-39, 1e-38, 1e-37, 1e38, 1e39, 1e308)),
+    {"temperature": 0.0},
+    {"min_p": 1.0},
+    {"temperature": 7e-46, "min_p": 0.5},
     {"temperature": 1e-46, "repetition_penalty": 1e-39},
     {"temperature": 1e308, "repetition_penalty": 1e308, "min_tokens": 1, "stop_token_ids": (0, 3)},
     {"logit_bias": Biases.of(((0, 100.0), (5, -100.0))), "repetition_penalty": 1e-39},

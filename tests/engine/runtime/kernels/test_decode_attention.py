@@ -1,7 +1,5 @@
 """Paged decode attention in the interpreter, against its definition."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Triton's cache with a shipped one behind it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A rank's place, from the variables that torchrun sets."""
 
-from __future__ import annotations
-
 import pytest
 
 from engine.runtime.parallel.rendezvous import Rendezvous, rendezvous_in
@@ -56,10 +54,7 @@ def test_no_place_among_others(env: dict[str, str]) -> None:
         ({"RANK": "16"}, ["RANK: must be below WORLD_SIZE, which is 16, got 16"]),
         ({"WORLD_SIZE": "12"}, ["WORLD_SIZE: must be --tensor-parallel-size, which is 16, got 12"]),
         ({"WORLD_SIZE": "9" * 30}, ["WORLD_SIZE: must be a whole number from 1, got '" + "9" * 30 + "'"]),
-        (
-            {"LOCAL_WORLD_SIZE": "17"},
-            ["LOCAL_WORLD_SIZE: must be at most WORLD_SIZE, which is 16, got 17"],
-        ),
+        ({"LOCAL_WORLD_SIZE": "17"}, ["LOCAL_WORLD_SIZE: must be at most WORLD_SIZE, which is 16, got 17"]),
         ({"LOCAL_RANK": "8"}, ["LOCAL_RANK: must be below LOCAL_WORLD_SIZE, which is 8, got 8"]),
         (
             {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "", "LOCAL_WORLD_SIZE": ""},
