@@ -218,9 +218,9 @@ async def test_disconnect_in_the_middle_of_a_stream(house: House, is_half: bool)
 @pytest.mark.parametrize("is_stream", [True, False], ids=["fast stream", "unary"])
 async def test_disconnect_in_the_middle_of_a_large_answer(house: House, is_stream: bool) -> None:
     """The client is noticed to be gone by a write that fails, too."""
-    unary_steps = [HEADERS, b"x" * 1_000_000, asyncio.Event()]
     fast = Script([chunk("x" * 1000)] * 20_000)
-    house.engine.script = fast if is_stream else Script(unary_steps, 200, "application/json")
+    whole = Script([HEADERS, b"x" * 1_000_000, asyncio.Event()], 200, "application/json")
+    house.engine.script = fast if is_stream else whole
     client = await RawClient.posting(house, body(stream=is_stream))
     await client.reader.readuntil(b"xxx")
     client.leave()
