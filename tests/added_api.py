@@ -1,5 +1,7 @@
 """An API that neither service has: `/v1/echoes`, whose prompt is a `text`."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from typing import Annotated, ClassVar, Final
 

@@ -8,6 +8,8 @@ mending. Two failures have a cause of their own, and so have a worker that crash
 and a file that could not be collected: those are never run again.
 """
 
+from __future__ import annotations
+
 import subprocess
 import sys
 from pathlib import Path

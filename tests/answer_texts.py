@@ -1,5 +1,7 @@
 """Answers as models write them, and what the machine makes of them: for the tests and the suites."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Iterable, Mapping
 from typing import Any, Final, NamedTuple

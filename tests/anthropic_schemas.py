@@ -1,5 +1,7 @@
 """Anthropic's own description of its API, as llm-comply carries it: what answers are held to."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Iterable
 from functools import cache

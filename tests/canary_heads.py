@@ -1,5 +1,7 @@
 """Heads of requests with a canary, a text that nothing else contains, wherever a caller can write."""
 
+from __future__ import annotations
+
 import asyncio
 from collections.abc import Iterator
 from typing import Final

@@ -1,6 +1,8 @@
 """The laws of what the core keeps for itself: nothing of it is lost or in two places. `check` takes O(pages +
 sequences)."""
 
+from __future__ import annotations
+
 from collections import Counter
 from collections.abc import Iterable, Sequence
 

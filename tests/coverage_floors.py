@@ -8,6 +8,8 @@ computes it. A floor is what was measured, rounded down to a tenth, and for pack
 on timing a tenth below that; it is only ever raised.
 """
 
+from __future__ import annotations
+
 import io
 import sys
 import tomllib

@@ -1,6 +1,8 @@
 """Responses and their events, held to two descriptions: OpenAI's own types, as its SDK has them, and the
 schemas of Open Responses (https://www.openresponses.org), as llm-comply carries them."""
 
+from __future__ import annotations
+
 import json
 from functools import cache
 from importlib.resources import files

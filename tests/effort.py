@@ -7,6 +7,8 @@ first hundreds, and the rest takes minutes. So every run draws a part, and leave
 marked `nightly`; whoever changes the scheduler, the relay, the accounts or the API runs all of theirs.
 """
 
+from __future__ import annotations
+
 import os
 from collections.abc import Sequence
 from typing import Final, TypeVar

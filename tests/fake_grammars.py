@@ -4,6 +4,8 @@ sequence, or of an earlier token, changes the tokens from there on.
 A grammar's text is its number. It allows about two tokens in three, is complete after some tokens or never,
 and may fail; by `BAD` it cannot be compiled."""
 
+from __future__ import annotations
+
 import math
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -1,5 +1,7 @@
 """Stand-ins that tests share."""
 
+from __future__ import annotations
+
 import asyncio
 import heapq
 import io

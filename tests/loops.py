@@ -1,5 +1,7 @@
 """The event loops on which the services can run."""
 
+from __future__ import annotations
+
 import asyncio
 import functools
 import inspect

@@ -4,6 +4,8 @@ The names, their labels and their meanings are read from the code that counts th
 there. A test holds it equal to what both services answer to a scrape (`tests/ship/test_boards.py`).
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path

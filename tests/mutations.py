@@ -1,6 +1,8 @@
 """Mutated requests in memory: `Connection` hands their bytes to the public listener's protocol,
 40,000 requests in five seconds."""
 
+from __future__ import annotations
+
 import asyncio
 from typing import Any, Final
 

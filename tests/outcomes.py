@@ -6,6 +6,8 @@ Rules:
 3. A test that is skipped fails, unless `MAY_SKIP` says why it may be. Those that were are named.
 """
 
+from __future__ import annotations
+
 import random
 from pathlib import Path
 from typing import Final

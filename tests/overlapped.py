@@ -6,6 +6,8 @@ The same laws hold, with messages at the same kinds of moments and at some more:
 between a plan and its launch, between launches, and with two steps in flight.
 """
 
+from __future__ import annotations
+
 import random
 
 import msgspec

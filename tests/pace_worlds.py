@@ -16,6 +16,8 @@ arrive beside them. The scheduler is the real one, in virtual time. The laws:
 - every request is answered in full.
 """
 
+from __future__ import annotations
+
 import argparse
 import random
 import sys

@@ -6,6 +6,8 @@ shared/METRICS.md                                    every metric
 helm/README.md             helm/values.schema.json   every value of the chart
 """
 
+from __future__ import annotations
+
 import json
 from collections.abc import Iterator
 from pathlib import Path

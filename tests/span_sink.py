@@ -1,5 +1,7 @@
 """Where the spans of tests go: a sink that keeps them, and a collector that takes OTLP over HTTP."""
 
+from __future__ import annotations
+
 import gzip
 import threading
 from collections.abc import Iterator, Sequence

@@ -1,5 +1,7 @@
 """What a run came to is recorded, and the one test that failed is run again: a second failure is final."""
 
+from __future__ import annotations
+
 import os
 import subprocess
 import sys

@@ -1,5 +1,7 @@
 """What is worked out from what others send is kept for the next time, and no more of it than is stated."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import pytest

@@ -1,5 +1,7 @@
 """What CI runs ends with how each part of it ended."""
 
+from __future__ import annotations
+
 import re
 import shutil
 import subprocess

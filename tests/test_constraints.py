@@ -8,6 +8,8 @@ Which Pythons count is said by pyproject.toml's classifiers. A new one is added 
 has wheels for it, torch last of all; until then nothing is promised for it and nothing fails.
 """
 
+from __future__ import annotations
+
 import os
 import re
 import subprocess

@@ -1,5 +1,7 @@
 """The floors of coverage: a fall is told, and CI traces what has a floor."""
 
+from __future__ import annotations
+
 from pathlib import Path
 
 from tests.coverage_floors import ROOT, floors

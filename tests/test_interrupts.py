@@ -5,6 +5,8 @@ import a certain module. The signal goes where a terminal would send it, to the 
 started.
 """
 
+from __future__ import annotations
+
 import json
 import os
 import subprocess

@@ -4,6 +4,8 @@ The loop is the one that the line names with which a service says that it is rea
 mapped into the process are not to be argued with.
 """
 
+from __future__ import annotations
+
 from pathlib import Path
 
 import httpx

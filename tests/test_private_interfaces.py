@@ -1,6 +1,8 @@
 """Names of other packages that are private to them, or public and nowhere promised: any release may take them
 away. Each has one place here that names it, and the first test says by name what is gone."""
 
+from __future__ import annotations
+
 import ast
 import importlib
 import re

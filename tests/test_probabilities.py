@@ -1,6 +1,8 @@
 """The probabilities of decisions and rankings as a caller gets them, through the gateway and the engine, are
 those of transformers' logits."""
 
+from __future__ import annotations
+
 import shutil
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path

@@ -3,6 +3,8 @@
 The engines are whole but for their cores, which say what the test tells them, when it tells them to.
 """
 
+from __future__ import annotations
+
 import asyncio
 import io
 import socket

@@ -3,6 +3,8 @@
 The agents themselves need npm and network namespaces: `python -m tests.agents`.
 """
 
+from __future__ import annotations
+
 import json
 import socket
 import threading

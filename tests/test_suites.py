@@ -1,5 +1,7 @@
 """How suites that others wrote are judged."""
 
+from __future__ import annotations
+
 import sys
 from pathlib import Path
 

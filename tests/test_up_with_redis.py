@@ -1,5 +1,7 @@
 """`penstock up --redis`, as operators have it: keys and counts are in Redis, for all gateways that ask it."""
 
+from __future__ import annotations
+
 import json
 import re
 import signal

@@ -1,6 +1,8 @@
 """The wheel: the product and the demo model's files, without what trains it and without tests, for anybody
 who installs it by its name."""
 
+from __future__ import annotations
+
 import os
 import re
 import subprocess

@@ -8,6 +8,8 @@ which computes in Triton, torch and C++; and for worlds, floods and mutations, w
 branch that others do not.
 """
 
+from __future__ import annotations
+
 import os
 from importlib import import_module
 from pathlib import Path, PurePath

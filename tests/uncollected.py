@@ -1,5 +1,7 @@
 """What is still there although nobody needs it: objects that refer to each other in a circle."""
 
+from __future__ import annotations
+
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,5 +1,7 @@
 """Waiting for what other tasks do, of whom no event tells."""
 
+from __future__ import annotations
+
 import asyncio
 import os
 from collections.abc import Callable

@@ -9,6 +9,8 @@ was computed, and each turn found the prompt of the turn before in the prefix ca
 It needs npm, `unshare` and the right to make network namespaces.
 """
 
+from __future__ import annotations
+
 import os
 import platform
 import subprocess

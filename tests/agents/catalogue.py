@@ -6,6 +6,8 @@ told a base URL, a key and a model by the lines of `gateway/docs/agents.md`, or 
 where the page has none, and to ask nobody's leave for what it does.
 """
 
+from __future__ import annotations
+
 import os
 import re
 import shutil

@@ -1,5 +1,7 @@
 """People who chat beside the agents: streams of another tenant, one after another, and what they notice."""
 
+from __future__ import annotations
+
 import threading
 import time
 from collections.abc import Iterator

@@ -1,6 +1,8 @@
 """`python -m tests.agents.inside SCENE TEMPLATE KEPT AGENT...`, in a network namespace of its own: play a
 scene, write what was recorded below the folder KEPT, and print an outcome to each line."""
 
+from __future__ import annotations
+
 import json
 import subprocess
 import sys

@@ -2,6 +2,8 @@
 family's own tokens, and no weights. Its context is as long as an agent expects.
 """
 
+from __future__ import annotations
+
 import json
 from pathlib import Path
 from typing import Any, Final

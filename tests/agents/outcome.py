@@ -6,6 +6,8 @@ begins its answer, as far as it fills pages: `cached >= before - opening - page`
 is not held to it: the agent is another process then, which may tell its model other things.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 

@@ -5,6 +5,8 @@ and as they come; it understands nothing of them. When the agent has ended, each
 as HTTP/1.1, and each request gets the answer that followed it. Keys are left out.
 """
 
+from __future__ import annotations
+
 import asyncio
 import contextlib
 import json

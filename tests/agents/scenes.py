@@ -6,6 +6,8 @@ pages are free, and what was computed is charged. `slow-tool`: the command that 
 while people of another chat.
 """
 
+from __future__ import annotations
+
 import threading
 import time
 from collections.abc import Callable, Iterator

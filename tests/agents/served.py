@@ -2,6 +2,8 @@
 process and core, around a model that plays a script in place of weights.
 """
 
+from __future__ import annotations
+
 import asyncio
 import json
 import os

@@ -5,6 +5,8 @@ stays equal, and what began alike up to some line still does. Names, roles, type
 arguments stay as they are, and so do the marks that change how a text is handled.
 """
 
+from __future__ import annotations
+
 import hashlib
 import json
 import random

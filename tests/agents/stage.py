@@ -4,6 +4,8 @@ Everything that an agent asks for goes through a recorder of its own to the gate
 engine whose model plays the script (`tests.agents.served`).
 """
 
+from __future__ import annotations
+
 import contextlib
 import os
 import signal

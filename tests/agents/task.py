@@ -4,6 +4,8 @@ The number that it prints is in no prompt before the agent has run the changed f
 is one of which every step was done. A task has two orders, the second for a process of its own.
 """
 
+from __future__ import annotations
+
 import random
 import re
 from itertools import pairwise

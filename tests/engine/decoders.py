@@ -1,5 +1,7 @@
 """Descriptions of decoders from flat settings, for tests whose layers differ in their windows at most."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any

@@ -2,6 +2,8 @@
 transformers say of their vectors. `tests.suites.embeddings` compares them with sentence-transformers itself.
 """
 
+from __future__ import annotations
+
 import json
 import shutil
 from collections.abc import Sequence

@@ -3,6 +3,8 @@
 transformers is the oracle here and is never imported by the product.
 """
 
+from __future__ import annotations
+
 import json
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,5 +1,7 @@
 """The engine's command line: what is right is taken, what is wrong is told apart and explained."""
 
+from __future__ import annotations
+
 import math
 import os
 import re

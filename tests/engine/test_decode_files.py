@@ -1,6 +1,8 @@
 """The way of a decode step through the code: few files, for whoever follows one through it. How many frames
 it takes is measured by `python -m tests.bench.calls --decode`."""
 
+from __future__ import annotations
+
 import sys
 from collections import Counter
 from types import CodeType, FrameType

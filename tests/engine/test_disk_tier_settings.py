@@ -1,5 +1,7 @@
 """The settings of the disk tier, the fingerprint of its files, and a directory that cannot be used."""
 
+from __future__ import annotations
+
 import os
 import subprocess
 import sys

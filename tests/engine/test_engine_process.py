@@ -1,5 +1,7 @@
 """The engine as its operator has it: two processes, a model with weights, real signals."""
 
+from __future__ import annotations
+
 import os
 import signal
 from collections.abc import Callable, Iterator

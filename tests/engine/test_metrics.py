@@ -4,6 +4,8 @@ The engine is real, one for all tests here, and so is the parser. Two `flex` str
 higher classes that come after them wait, then take their slots.
 """
 
+from __future__ import annotations
+
 import json
 import re
 from collections.abc import Iterator

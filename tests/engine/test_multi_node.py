@@ -1,5 +1,7 @@
 """One model on two processes that somebody else starts, as torchrun and a LeaderWorkerSet do, over gloo."""
 
+from __future__ import annotations
+
 import signal
 import socket
 from collections.abc import Iterator

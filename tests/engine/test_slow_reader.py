@@ -4,6 +4,8 @@ The kernel fills its buffers in its own time (a sender probes a closed window ev
 that an engine counts as at rest when its counters have not moved for a second.
 """
 
+from __future__ import annotations
+
 import json
 import socket
 import time

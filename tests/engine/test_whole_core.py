@@ -5,6 +5,8 @@ again in a pool so small that sequences are preempted. The oracle computes every
 forward pass: a token is greedy's choice when it is the most likely after all that precede it.
 """
 
+from __future__ import annotations
+
 import json
 import random
 import re

@@ -1,5 +1,7 @@
 """A way to a Redis server on which the answers to changes of the directory get lost."""
 
+from __future__ import annotations
+
 import asyncio
 import contextlib
 from collections import deque

@@ -1,5 +1,7 @@
 """A real Redis Cluster for tests."""
 
+from __future__ import annotations
+
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable

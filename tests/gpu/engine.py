@@ -3,6 +3,8 @@
 Everything is float32: tokens are equal or they are not.
 """
 
+from __future__ import annotations
+
 import random
 import sys
 import tempfile

@@ -1,5 +1,7 @@
 """Each kernel against its reference, on the GPU: the cases of the CPU's tests, larger, in every precision."""
 
+from __future__ import annotations
+
 import sys
 from collections.abc import Mapping, Sequence
 from functools import partial

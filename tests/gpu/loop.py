@@ -1,5 +1,7 @@
 """The real core's loop over a list of requests, in this process: no socket, no API."""
 
+from __future__ import annotations
+
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence

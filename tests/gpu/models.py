@@ -1,5 +1,7 @@
 """The small random models that are checked on a card: of every family, as far as its kernels differ."""
 
+from __future__ import annotations
+
 from pathlib import Path
 
 from tests.engine.models import CONTEXT_LEN, FAMILIES, VOCAB_SIZE, make_tiny_model

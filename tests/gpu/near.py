@@ -1,6 +1,8 @@
 """Comparing what a GPU found with what it should have, in words from which a kernel can be mended: one run on
 a card is all there may be."""
 
+from __future__ import annotations
+
 import torch
 from torch import Tensor
 

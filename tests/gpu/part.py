@@ -1,5 +1,7 @@
 """`python -m tests.gpu.part NAME LIMIT_S SHARES MODULE [ARGUMENT...]`: one part of run.sh, supervised."""
 
+from __future__ import annotations
+
 import asyncio
 import sys
 

@@ -4,6 +4,8 @@ With one card the group has one rank, which shows that its calls are NCCL's and 
 every family on both against the same on one.
 """
 
+from __future__ import annotations
+
 import os
 import sys
 import tempfile

@@ -1,5 +1,7 @@
 """The product's table of targets over the results file, kept in it; and what failed."""
 
+from __future__ import annotations
+
 import sys
 
 from tests.bench import figures

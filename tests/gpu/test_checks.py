@@ -1,6 +1,8 @@
 """The checks of single kernels, walked through at toy size in Triton's interpreter, and what they say of a
 kernel that is wrong. What they are for is on a GPU."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any
 

@@ -1,5 +1,7 @@
 """A model directory of true shape and random weights: what a download would have left on disk."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Sequence
 from pathlib import Path

@@ -15,6 +15,8 @@ The floor of the first: every prompt's prefill at the card's matrix rate, and ev
 still run at its bandwidth, as if all ran from the start (`decode_floor_s`, `prefill_floor_s`).
 """
 
+from __future__ import annotations
+
 import asyncio
 import gc
 import os

@@ -4,6 +4,8 @@ A copy has the files that git knows or does not ignore, as they are now, and the
 each other have a copy each.
 """
 
+from __future__ import annotations
+
 import json
 import os
 import re

@@ -8,6 +8,8 @@ and one of its output pytest's status and what it said. A session that takes lon
 started with it. A library that starts a thread cannot be imported here.
 """
 
+from __future__ import annotations
+
 import atexit
 import gc
 import importlib

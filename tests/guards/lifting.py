@@ -5,6 +5,8 @@ product that does not keep to it. What only says the bound is left as it is: a m
 assertion on how bounds go together.
 """
 
+from __future__ import annotations
+
 import ast
 import re
 from collections.abc import Iterator, Mapping

@@ -5,6 +5,8 @@ has every bound of what comes from outside (a name that ends in `_MAX`) with the
 the reason why nothing from outside does.
 """
 
+from __future__ import annotations
+
 import ast
 import re
 from collections.abc import Iterator, Mapping, Sequence

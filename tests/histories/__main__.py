@@ -4,6 +4,8 @@ Prints its setting, the history and the log lines of one request or of all, and 
 is.
 """
 
+from __future__ import annotations
+
 import sys
 import tempfile
 from dataclasses import replace

@@ -1,5 +1,7 @@
 """A client that speaks HTTP/1.1 over a connection of its own, and disconnects as its history says."""
 
+from __future__ import annotations
+
 import asyncio
 import re
 from typing import Final

@@ -5,6 +5,8 @@ process of its own. What plans have the runner compute, and what the core report
 be compared with the engine's log lines.
 """
 
+from __future__ import annotations
+
 import asyncio
 import math
 import random

@@ -1,5 +1,7 @@
 """Draws a world from a seed: its services, its requests, how each of them ends, and what breaks when."""
 
+from __future__ import annotations
+
 import random
 from dataclasses import dataclass
 from enum import StrEnum

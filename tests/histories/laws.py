@@ -23,6 +23,8 @@
 8. No object that was made for a request is left when it has ended, without a garbage collection.
 """
 
+from __future__ import annotations
+
 import re
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field

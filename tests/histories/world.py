@@ -1,5 +1,7 @@
 """A gateway, its engines and their callers in one event loop, run until every task is done."""
 
+from __future__ import annotations
+
 import asyncio
 import io
 import random

@@ -1,5 +1,7 @@
 """Requests that no client of ours sends: each is its caller's mistake, is told so, and raises no alarm."""
 
+from __future__ import annotations
+
 import asyncio
 from urllib.parse import urlsplit
 

@@ -4,6 +4,8 @@ Requests that were with it end with an error of their own, the others do not not
 served by the replica that works.
 """
 
+from __future__ import annotations
+
 import asyncio
 import itertools
 import os

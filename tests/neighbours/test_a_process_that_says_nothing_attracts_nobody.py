@@ -3,6 +3,8 @@
 Who was with it learns it within seconds, nobody who comes is lost, and what comes is served by the other.
 """
 
+from __future__ import annotations
+
 import asyncio
 import signal
 import socket

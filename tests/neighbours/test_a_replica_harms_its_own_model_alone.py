@@ -1,5 +1,7 @@
 """Replicas that were broken into, each of a model of its own, beside the callers of another model."""
 
+from __future__ import annotations
+
 import asyncio
 from collections.abc import Iterator
 

@@ -10,6 +10,8 @@
 - However a request ends, its tenant is charged what the engine computed for it, and no more than it had.
 """
 
+from __future__ import annotations
+
 from collections.abc import Collection
 from dataclasses import replace
 

@@ -1,6 +1,8 @@
 """No tenant finds what another's prompts left in the KV cache, in whichever tier: in the cache itself, in
 host memory, or on disk. A tenant whose pages were pushed out gets its own back, and the answers of before."""
 
+from __future__ import annotations
+
 import asyncio
 import tempfile
 from collections.abc import Iterator

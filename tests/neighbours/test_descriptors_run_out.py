@@ -2,6 +2,8 @@
 oldest of them make room for those that are served. Where none may be closed the process says so, serves the
 connections that are there, and those that waited as soon as there is room."""
 
+from __future__ import annotations
+
 import asyncio
 import errno
 import os

@@ -1,6 +1,8 @@
 """Prompts of many thousand tokens whose log-probabilities are asked for: an answer of megabytes, of which the
 engine makes one piece after another, or a refusal where it would be too large."""
 
+from __future__ import annotations
+
 import asyncio
 import json
 import shutil

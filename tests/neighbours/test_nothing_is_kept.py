@@ -1,5 +1,7 @@
 """What ends leaves nothing behind: gauges go back to zero, and memory does not climb with repetition."""
 
+from __future__ import annotations
+
 from dataclasses import replace
 
 import pytest

@@ -1,5 +1,7 @@
 """A response that is kept for one tenant is found, and pushed out, by no other."""
 
+from __future__ import annotations
+
 import asyncio
 import secrets
 from collections.abc import Sequence

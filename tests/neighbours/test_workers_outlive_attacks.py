@@ -1,6 +1,8 @@
 """Two workers under attack: neither is so busy that it counts as hung, for then it would be killed, and
 everybody's streams with it."""
 
+from __future__ import annotations
+
 import asyncio
 from collections.abc import Iterator
 

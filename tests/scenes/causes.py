@@ -11,6 +11,8 @@ not read. Then the id of the slow request is printed, and how to ask for it, and
     --logs DIR        where its logs are written, for `penstock trace --logs`
 """
 
+from __future__ import annotations
+
 import argparse
 import asyncio
 import contextlib

@@ -1,5 +1,7 @@
 """Causes that are made through real processes: Why names each first."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 
 import pytest

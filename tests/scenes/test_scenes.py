@@ -1,5 +1,7 @@
 """Scenes: each stages one trouble for real, and ends in the sentence that an operator should read of it."""
 
+from __future__ import annotations
+
 import asyncio
 import re
 from pathlib import Path

@@ -1,5 +1,7 @@
 """Scenes of requests that take long: the first line of `why` names the cause, whichever service has it."""
 
+from __future__ import annotations
+
 import asyncio
 import re
 from pathlib import Path

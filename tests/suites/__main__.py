@@ -5,6 +5,8 @@ figures to the committed results, `tests/bench/results/suite-NAME.jsonl`. A suit
 with `SUMMARY` and `run(cache) -> list[Figure]`; it raises SuiteFailed where it cannot be run.
 """
 
+from __future__ import annotations
+
 import importlib
 import json
 import os

@@ -6,6 +6,8 @@ The same requests are sent again without what was refused, until there is an ans
 was refused is told.
 """
 
+from __future__ import annotations
+
 from pathlib import Path
 from typing import Final
 

@@ -13,6 +13,8 @@ TRL ships the family's chat template, by that template, too. An answer counts as
 - *wrong* else.
 """
 
+from __future__ import annotations
+
 import json
 import sys
 import zipfile

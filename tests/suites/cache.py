@@ -1,6 +1,8 @@
 """What suites fetch, kept in a folder outside the checkout: `$PENSTOCK_SUITES`, else
 `~/.cache/penstock-suites`."""
 
+from __future__ import annotations
+
 import hashlib
 import os
 import subprocess

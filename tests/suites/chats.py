@@ -1,5 +1,7 @@
 """Chats in OpenAI's shapes, of every kind that a chat template may be given."""
 
+from __future__ import annotations
+
 from typing import Any, Final
 
 Chat = dict[str, Any]

@@ -1,6 +1,8 @@
 """llm-comply's tests of chat completions, of responses and of Messages on `penstock up`: answers against
 OpenAI's own schemas, those of Open Responses, and Anthropic's."""
 
+from __future__ import annotations
+
 import json
 import subprocess
 from collections.abc import Iterator

@@ -5,6 +5,8 @@ It runs in an environment of its own that takes torch and transformers from this
 with the same.
 """
 
+from __future__ import annotations
+
 import json
 import os
 import subprocess

@@ -7,6 +7,8 @@ A document counts as
 - *invalid, accepted* and *valid, refused*: wrong.
 """
 
+from __future__ import annotations
+
 import json
 from collections import Counter
 from collections.abc import Sequence

@@ -1,6 +1,8 @@
 """JSON-Schema-Test-Suite, drafts 7 and 2020-12 without their optional parts, as the sources of `jsonschema`
 ship it: every document against its schema, by our door and matcher, beside llguidance as it comes."""
 
+from __future__ import annotations
+
 import json
 from collections import Counter
 from pathlib import Path

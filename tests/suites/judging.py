@@ -10,6 +10,8 @@ A test is
 - *wrong* else.
 """
 
+from __future__ import annotations
+
 import re
 import subprocess
 import tempfile

@@ -1,6 +1,8 @@
 """LangChain's integration tests of chat models and of embeddings, langchain-tests, with its ChatOpenAI and
 OpenAIEmbeddings on `penstock up`."""
 
+from __future__ import annotations
+
 from pathlib import Path
 from typing import Final
 

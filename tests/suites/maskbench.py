@@ -5,6 +5,8 @@ It is a repository without a licence and in no index, so it is cloned into the c
 `jsonschemabench`. The schemas are drawn with a fixed seed.
 """
 
+from __future__ import annotations
+
 import json
 import random
 import subprocess

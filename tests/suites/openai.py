@@ -9,6 +9,8 @@ parameter that was refused is told. Tests of responses name no model, which a mo
 responses that nobody has made: `scripts/seeded.py` gives them a model, and makes a response for each.
 """
 
+from __future__ import annotations
+
 import os
 from pathlib import Path
 from typing import Final

@@ -1,6 +1,8 @@
 """Requests with every parameter that a specification has, from the tests of an SDK, sent again and again
 without what is refused by name, until there is an answer."""
 
+from __future__ import annotations
+
 import ast
 import re
 from collections import Counter

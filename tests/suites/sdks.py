@@ -4,6 +4,8 @@ Four are the SDK's own files, run as they lie in its sources; the others, in `sc
 pages of the guides. A script that ends with a sentence says that the model, not the server, did otherwise.
 """
 
+from __future__ import annotations
+
 import re
 import subprocess
 from pathlib import Path

@@ -1,5 +1,7 @@
 """`penstock up` of this checkout on the demo model, as a stranger starts it, for suites of clients."""
 
+from __future__ import annotations
+
 import os
 import re
 import signal

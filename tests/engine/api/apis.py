@@ -1,5 +1,7 @@
 """The APIs whose answers are streamed, for tests of what holds for each."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Callable
 from dataclasses import dataclass

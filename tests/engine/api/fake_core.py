@@ -1,5 +1,7 @@
 """A core without a process: it speaks the messages, and says what the test tells it to say."""
 
+from __future__ import annotations
+
 import asyncio
 import struct
 from collections.abc import Callable, Sequence

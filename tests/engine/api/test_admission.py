@@ -1,5 +1,7 @@
 """The door's arithmetic: seeds, salts, and how long an answer may be."""
 
+from __future__ import annotations
+
 import tracemalloc
 from collections.abc import Iterator
 from typing import Any

@@ -1,5 +1,7 @@
 """The table of answers: an API that is added there is served."""
 
+from __future__ import annotations
+
 import asyncio
 import json
 from collections.abc import AsyncIterator, Iterator, Sequence

@@ -1,5 +1,7 @@
 """Answers with reasoning and calls, seen by the official SDK: whole and streamed they are the same."""
 
+from __future__ import annotations
+
 import asyncio
 import json
 from collections.abc import AsyncIterator

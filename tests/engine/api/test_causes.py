@@ -1,5 +1,7 @@
 """What sequences waited for, found from the records of steps."""
 
+from __future__ import annotations
+
 import random
 
 import pytest

@@ -1,5 +1,7 @@
 """Chat completions, seen by the official SDK with its strict validation on."""
 
+from __future__ import annotations
+
 import json
 
 from openai.types.chat import ChatCompletionMessageParam

@@ -1,5 +1,7 @@
 """Legacy completions: all forms of a prompt, echo, log-probabilities with offsets."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Sequence
 from typing import Any

@@ -1,5 +1,7 @@
 """The wire to the core: a core that is faster than this process leaves everybody else their turns."""
 
+from __future__ import annotations
+
 import asyncio
 import itertools
 from collections.abc import Iterator

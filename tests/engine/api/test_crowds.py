@@ -1,5 +1,7 @@
 """Requests of a crowd: those that are refused cost little, and those that end together end in turns."""
 
+from __future__ import annotations
+
 import asyncio
 from collections import Counter
 

@@ -1,6 +1,8 @@
 """The caller's own deadlines hold whether or not the core steps. A core that hangs takes no more work, and
 what it holds ends."""
 
+from __future__ import annotations
+
 import asyncio
 import math
 from collections.abc import AsyncIterator

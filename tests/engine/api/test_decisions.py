@@ -1,5 +1,7 @@
 """Decisions: what the core is asked for a question, the answer that is made of it, and what is refused."""
 
+from __future__ import annotations
+
 import json
 import math
 from collections.abc import AsyncIterator, Callable

@@ -1,5 +1,7 @@
 """Text leaves whole, and stop strings never do, wherever the tokens are cut."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 
 import pytest

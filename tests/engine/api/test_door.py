@@ -1,5 +1,7 @@
 """Refusals: at once, in OpenAI's shape, with the field named, and never a 500."""
 
+from __future__ import annotations
+
 import asyncio
 import json
 from typing import Any

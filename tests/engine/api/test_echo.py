@@ -1,5 +1,7 @@
 """Positions of prompt tokens: the text from there on begins with the token."""
 
+from __future__ import annotations
+
 import unicodedata
 
 import pytest

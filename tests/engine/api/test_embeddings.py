@@ -1,5 +1,7 @@
 """Vectors of texts: what a request may ask, what it is answered, and what it costs."""
 
+from __future__ import annotations
+
 import asyncio
 import base64
 import json

@@ -1,5 +1,7 @@
 """Every way a request can end: one log line, nothing left behind, and a client that knows."""
 
+from __future__ import annotations
+
 import asyncio
 import errno
 import json

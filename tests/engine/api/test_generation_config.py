@@ -1,5 +1,7 @@
 """generation_config.json: what is taken from it, and what is refused by name rather than ignored."""
 
+from __future__ import annotations
+
 import json
 from pathlib import Path
 from typing import Any

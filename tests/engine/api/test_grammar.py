@@ -1,5 +1,7 @@
 """The grammar of a whole answer, as a model of noise follows it."""
 
+from __future__ import annotations
+
 import json
 import os
 import random

@@ -1,5 +1,7 @@
 """The same handlers over HTTP/2, on the same port."""
 
+from __future__ import annotations
+
 import asyncio
 from contextlib import suppress
 from typing import Any

@@ -1,5 +1,7 @@
 """What the engine tells of its load: on every answer, at the end of streams, and on gateways' connections."""
 
+from __future__ import annotations
+
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

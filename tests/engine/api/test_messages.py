@@ -1,6 +1,8 @@
 """Anthropic's Messages at the engine: every answer and every event is as Anthropic describes it, and a stream
 tells what a whole answer does."""
 
+from __future__ import annotations
+
 import asyncio
 import json
 import re

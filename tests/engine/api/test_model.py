@@ -1,5 +1,7 @@
 """A model directory as the API process takes it: what is refused, and what is said in the log."""
 
+from __future__ import annotations
+
 import json
 import os
 from pathlib import Path

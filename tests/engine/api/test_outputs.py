@@ -1,5 +1,7 @@
 """Bounded output: what queued while the writer waited comes as one, and errors come last."""
 
+from __future__ import annotations
+
 import asyncio
 
 import msgspec

@@ -1,5 +1,7 @@
 """Prompts are packed and checked in slices, and on threads where they are long."""
 
+from __future__ import annotations
+
 import asyncio
 
 import pytest

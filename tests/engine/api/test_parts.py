@@ -1,5 +1,7 @@
 """Answers in parts: what a machine reads leaves in order, and stop strings look at the text alone."""
 
+from __future__ import annotations
+
 import asyncio
 from collections.abc import Sequence
 

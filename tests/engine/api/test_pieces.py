@@ -1,5 +1,7 @@
 """Large answers in pieces: the same bytes as in one, and never much of the event loop at once."""
 
+from __future__ import annotations
+
 import asyncio
 import json
 from typing import Any

@@ -1,6 +1,8 @@
 """What a caller predicts of its answer: how it reaches the core, and what of it is told and charged. That it
 changes no token is held in `tests/engine/core` and `tests/engine/runtime`."""
 
+from __future__ import annotations
+
 import asyncio
 import json
 from typing import Any

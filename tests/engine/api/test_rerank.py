@@ -1,5 +1,7 @@
 """The ranking of documents: their order, what the core is asked for it, and what is refused."""
 
+from __future__ import annotations
+
 import asyncio
 import json
 from collections.abc import AsyncIterator

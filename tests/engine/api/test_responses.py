@@ -1,5 +1,7 @@
 """Responses, seen by the official SDK with its strict validation on, and held to what describes them."""
 
+from __future__ import annotations
+
 import asyncio
 import json
 from collections.abc import AsyncIterator

@@ -1,5 +1,7 @@
 """A response's items, however the answer comes: events and the whole answer are as described, and agree."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Sequence
 from itertools import pairwise

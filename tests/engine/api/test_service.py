@@ -1,5 +1,7 @@
 """Models, tokenization, probes, metrics, and an API process without torch."""
 
+from __future__ import annotations
+
 import subprocess
 import sys
 from dataclasses import replace

@@ -1,5 +1,7 @@
 """The engine's spans, under the gateway's."""
 
+from __future__ import annotations
+
 import io
 
 import pytest

@@ -1,5 +1,7 @@
 """A client that stops reading: its sequences pause, nobody else's do, and every end has its name."""
 
+from __future__ import annotations
+
 import asyncio
 import json
 from collections.abc import AsyncIterator, Mapping

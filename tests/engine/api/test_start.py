@@ -1,5 +1,7 @@
 """A start that fails says what to change; what becomes of the process when its core dies is an option."""
 
+from __future__ import annotations
+
 import asyncio
 import os
 import pty

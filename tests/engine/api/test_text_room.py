@@ -1,5 +1,7 @@
 """The memory of a whole answer's text: more than was reserved is held before it is kept."""
 
+from __future__ import annotations
+
 import pytest
 
 from engine.api.answer import text_room

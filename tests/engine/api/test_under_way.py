@@ -1,5 +1,7 @@
 """What the core has under way for a request when it ends: charged where the caller ended it, else named."""
 
+from __future__ import annotations
+
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

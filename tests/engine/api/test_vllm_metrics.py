@@ -1,5 +1,7 @@
 """The figures under vLLM's names: each query of the dashboards and routers of vLLM finds its series."""
 
+from __future__ import annotations
+
 import re
 from collections.abc import Iterable
 from typing import Final

@@ -1,5 +1,7 @@
 """A tokenizer of a few hundred tokens in a model directory, as the API process wants one: no weights."""
 
+from __future__ import annotations
+
 import json
 from pathlib import Path
 

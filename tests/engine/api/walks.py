@@ -1,5 +1,7 @@
 """Random answers under a grammar: what a model of noise writes, token by token, through the masks."""
 
+from __future__ import annotations
+
 import random
 from collections.abc import Sequence
 from functools import cache

@@ -1,5 +1,7 @@
 """The comparisons with other engines: every tensor has a name and a form there."""
 
+from __future__ import annotations
+
 import json
 from dataclasses import replace
 

@@ -1,5 +1,7 @@
 """The table of `python -m tests.bench gpu`. tests/gpu/run.sh runs the measurements."""
 
+from __future__ import annotations
+
 import asyncio
 import json
 from argparse import ArgumentParser

@@ -3,6 +3,8 @@
 The figures mean nothing, but all of the code runs.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace

@@ -1,5 +1,7 @@
 """A row that ends its process in any way costs no other row; and rows are shared between processes."""
 
+from __future__ import annotations
+
 import asyncio
 import json
 import os

@@ -1,6 +1,8 @@
 """The bench's device that only takes time, under a clock that moves only when it is read or waited for;
 steps with and without a record."""
 
+from __future__ import annotations
+
 import pytest
 
 from engine.api.told.steps import StepRing

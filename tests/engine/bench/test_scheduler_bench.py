@@ -1,5 +1,7 @@
 """The scheduler bench: it runs, its figures meet their targets, and they are reproducible."""
 
+from __future__ import annotations
+
 import pytest
 
 from engine.core.estimate.cost import StepCost

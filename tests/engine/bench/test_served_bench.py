@@ -1,5 +1,7 @@
 """The judging of a long prompt beside streams, and of one with a deadline."""
 
+from __future__ import annotations
+
 import random
 
 import pytest

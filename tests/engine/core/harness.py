@@ -1,5 +1,7 @@
 """A scheduler and a fake runner, stepped by the test."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable
 from typing import Any

@@ -1,5 +1,7 @@
 """Sequences in a given status, for tests of the pure functions that rank and choose them."""
 
+from __future__ import annotations
+
 from array import array
 from typing import Final
 

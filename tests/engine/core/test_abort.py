@@ -1,5 +1,7 @@
 """Aborts, which cancel sequences in any status and free all that they hold."""
 
+from __future__ import annotations
+
 import pytest
 
 from engine.contract.messages import FinishReason

@@ -1,5 +1,7 @@
 """Which cached pages are evicted: against a model that looks at all of them, and what tenants notice."""
 
+from __future__ import annotations
+
 from collections import defaultdict
 
 import pytest

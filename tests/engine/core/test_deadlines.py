@@ -1,5 +1,7 @@
 """First-token deadlines: met, refused at once or hurried, within what a tenant may harm others by."""
 
+from __future__ import annotations
+
 import math
 import sys
 from collections.abc import Callable

@@ -1,5 +1,7 @@
 """Fairness between tenants, which share the slots (rule J in `engine.core.step.victims`)."""
 
+from __future__ import annotations
+
 import random
 from collections import Counter
 

@@ -1,5 +1,7 @@
 """Heads that are copied: the choices of a prompt compute it once, and the copies hold what they should."""
 
+from __future__ import annotations
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -1,5 +1,7 @@
 """Grammars on threads, by llguidance. Tests wait for what threads do, and time nothing."""
 
+from __future__ import annotations
+
 import json
 import threading
 from collections.abc import Callable, Iterator

@@ -3,6 +3,8 @@
 `test_simulation.py` draws them into its worlds; the threads are in `test_grammar_threads.py`.
 """
 
+from __future__ import annotations
+
 import math
 import sys
 from collections.abc import Callable

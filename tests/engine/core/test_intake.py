@@ -1,5 +1,7 @@
 """A flood of newcomers is taken in bit by bit, and nobody else's newcomer waits behind it."""
 
+from __future__ import annotations
+
 import hashlib
 import math
 import random

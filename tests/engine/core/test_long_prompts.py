@@ -1,6 +1,8 @@
 """A long prompt beside streams, in virtual time: the laws of `engine.core.estimate.pace`, seen from
 outside."""
 
+from __future__ import annotations
+
 import math
 import statistics
 from dataclasses import replace

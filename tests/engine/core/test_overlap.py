@@ -4,6 +4,8 @@ The runner (`tests.async_runner`) executes a plan no earlier than it is collecte
 that no slot and no page is touched that a step in flight uses for another sequence.
 """
 
+from __future__ import annotations
+
 from collections import deque
 from math import inf
 from typing import Any

@@ -1,5 +1,7 @@
 """The rule for the time that prompts have in a step, and its laws."""
 
+from __future__ import annotations
+
 import math
 import random
 

@@ -1,5 +1,7 @@
 """A few of the random worlds of `tests.pace_worlds`, some of each kind; by command, all of every kind."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 
 import pytest

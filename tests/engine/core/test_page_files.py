@@ -1,5 +1,7 @@
 """Page files: what is damaged, foreign or gone is a miss, and nothing else is touched."""
 
+from __future__ import annotations
+
 import hashlib
 import os
 from collections.abc import Callable, Iterator

@@ -1,5 +1,7 @@
 """Prompts that wait for time in a step get it, whoever else has a part of the step reserved."""
 
+from __future__ import annotations
+
 import msgspec
 import pytest
 

@@ -1,5 +1,7 @@
 """The rank of waiting sequences and of running prefills, and the disciplines to choose from."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 
 import pytest

@@ -1,5 +1,7 @@
 """Preemption: which sequence is a victim, for which other, how often, and what that costs it."""
 
+from __future__ import annotations
+
 import pytest
 
 from engine.core.queue.policy import FIFO

@@ -1,5 +1,7 @@
 """Prefix hits, equal pages of two sequences, and sequences that wait for a common prefix."""
 
+from __future__ import annotations
+
 import pytest
 
 from engine.contract.messages import Want

@@ -1,5 +1,7 @@
 """The scheduler, step by step: one sequence, the budget, rejections, reports."""
 
+from __future__ import annotations
+
 import math
 
 import pytest

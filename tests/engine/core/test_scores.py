@@ -1,6 +1,8 @@
 """Tokens that are scored behind prompts which begin alike: nothing is sampled, what they share is computed
 once, and nothing but that stays in the cache."""
 
+from __future__ import annotations
+
 import math
 from typing import Any
 

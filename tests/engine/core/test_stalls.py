@@ -1,6 +1,8 @@
 """Paused sequences, whose clients do not read: what is computed for them, what they keep, and how others go
 on."""
 
+from __future__ import annotations
+
 import math
 
 import pytest

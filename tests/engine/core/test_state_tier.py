@@ -1,5 +1,7 @@
 """Snapshots of states: where they are taken, what goes on from them, and who loses them."""
 
+from __future__ import annotations
+
 from collections import Counter
 from typing import Any
 

@@ -1,5 +1,7 @@
 """The record of a step says what it computed, what it took, and what those that waited lacked."""
 
+from __future__ import annotations
+
 from engine.contract.messages import Move, ServiceClass
 from engine.contract.records import Lack, StepRecord
 from tests.engine.core.harness import STEP_S, Harness, greedy

@@ -1,3 +1,5 @@
+from __future__ import annotations
+
 import pytest
 
 from engine.core.queue.tenants import ARRIVAL_TOKENS, SPAN_TOKENS, TenantCounters

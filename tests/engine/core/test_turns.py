@@ -1,5 +1,7 @@
 """The order of service: short prompts first, and a turn for the oldest, so that no sequence starves."""
 
+from __future__ import annotations
+
 import pytest
 
 from engine.contract.messages import ServiceClass

@@ -1,5 +1,7 @@
 """The choice of victims."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable
 
 import pytest

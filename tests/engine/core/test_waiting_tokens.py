@@ -1,5 +1,7 @@
 """The waiting tokens that the core reports are those that its sequences lack, class by class."""
 
+from __future__ import annotations
+
 import random
 from collections import Counter
 

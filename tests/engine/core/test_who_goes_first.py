@@ -1,5 +1,7 @@
 """The table "Who goes first" of engine/README.md has the numbers of the code, and names tests that exist."""
 
+from __future__ import annotations
+
 import re
 from pathlib import Path
 

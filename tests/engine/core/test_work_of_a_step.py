@@ -1,5 +1,7 @@
 """The host's work for a decode step does not depend on the lengths of its sequences."""
 
+from __future__ import annotations
+
 import sys
 import tracemalloc
 from types import FrameType

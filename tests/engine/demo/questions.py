@@ -3,6 +3,8 @@
 `pattern` is searched in the answer, without regard to case; an answer is right when it matches.
 """
 
+from __future__ import annotations
+
 import re
 from dataclasses import dataclass
 

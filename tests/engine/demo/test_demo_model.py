@@ -1,5 +1,7 @@
 """The demo model: its corpus can be made again, its files are small, and it answers what it should."""
 
+from __future__ import annotations
+
 import itertools
 import json
 import re

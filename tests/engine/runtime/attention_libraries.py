@@ -5,6 +5,8 @@ product calls them; the arithmetic is the definition of attention, in float64, a
 kernels may count on: the tokens of a row, in the pages of a row.
 """
 
+from __future__ import annotations
+
 from types import ModuleType
 from typing import Any, cast
 

@@ -1,5 +1,7 @@
 """Models are made once per session."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,5 +1,7 @@
 """A small model with an MTP layer, and steps in which it guesses, on whatever runner computes them."""
 
+from __future__ import annotations
+
 import json
 import random
 from pathlib import Path

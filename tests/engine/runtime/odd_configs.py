@@ -1,5 +1,7 @@
 """Values that keys of config.json can have, sensible and not, and configurations drawn from them."""
 
+from __future__ import annotations
+
 import json
 import math
 import random

@@ -1,5 +1,7 @@
 """Which back end is chosen, and that what cannot be had is refused with the reason."""
 
+from __future__ import annotations
+
 import importlib
 import json
 import sys

@@ -1,5 +1,7 @@
 """Checkpoints whose matrices are in fp8: every writer's grain, on a CPU and held in fp8; what is refused."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -1,5 +1,7 @@
 """Machines and containers, as their files describe them."""
 
+from __future__ import annotations
+
 import os
 from pathlib import Path
 

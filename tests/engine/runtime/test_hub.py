@@ -1,5 +1,7 @@
 """Directories, hub ids, and the messages when neither leads anywhere."""
 
+from __future__ import annotations
+
 import json
 import struct
 from collections.abc import Callable

@@ -1,6 +1,8 @@
 """How many pages: what memory allows, never more than could be used, never too few to run. And what is
 copied to host memory and back."""
 
+from __future__ import annotations
+
 import json
 import random
 from dataclasses import replace

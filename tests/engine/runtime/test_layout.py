@@ -1,5 +1,7 @@
 """The walls inside the runtime: two runners that do not know each other, and no circle among imports."""
 
+from __future__ import annotations
+
 from functools import cache
 from graphlib import TopologicalSorter
 

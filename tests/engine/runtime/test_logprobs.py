@@ -1,5 +1,7 @@
 """The likeliest tokens in one order, however they are found."""
 
+from __future__ import annotations
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,5 +1,7 @@
 """config.json: what is understood, and what is refused by name rather than served wrong."""
 
+from __future__ import annotations
+
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -4,6 +4,8 @@
 written out in others.
 """
 
+from __future__ import annotations
+
 import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path

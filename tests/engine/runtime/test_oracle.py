@@ -4,6 +4,8 @@ Greedy outputs are checked by teacher forcing: one forward pass of the oracle ov
 must name every output token as its own best, which by induction is what it would have generated.
 """
 
+from __future__ import annotations
+
 import random
 from pathlib import Path
 from typing import Any

@@ -1,6 +1,8 @@
 """The log-probabilities of tokens behind prompts that begin alike: those of transformers, and to the bit the
 same whatever is cached, beside them, or in the chunk."""
 
+from __future__ import annotations
+
 import random
 
 import pytest

@@ -1,5 +1,7 @@
 """Checkpoints that do not match are refused with every name; those that do arrive whole, fused, once."""
 
+from __future__ import annotations
+
 import json
 from pathlib import Path
 

@@ -4,6 +4,8 @@ Everything a production step mixes is in here: decodes beside chunks, pages hand
 the next, prefixes found in the cache, recomputation after preemption. The oracle must not notice.
 """
 
+from __future__ import annotations
+
 import random
 from array import array
 from collections import defaultdict

@@ -1,5 +1,7 @@
 """Calls of a quota store, as tests make them, and the two stores under one clock."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 
 from gateway.admission.quota import Decision, QuotaStore, ReservationId, Scope, Subject, Window

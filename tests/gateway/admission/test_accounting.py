@@ -1,5 +1,7 @@
 """Accounting: what each store counts."""
 
+from __future__ import annotations
+
 import contextlib
 from collections.abc import Awaitable, Callable
 from typing import Any, Final

@@ -1,6 +1,8 @@
 """Budgets of calendar days and months, and limits of models: what each store does; and the calendar
 itself, against the standard library's."""
 
+from __future__ import annotations
+
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Final

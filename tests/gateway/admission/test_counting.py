@@ -1,5 +1,7 @@
 """Where prompts are counted: short ones in place, all others on threads, by all that a template may print."""
 
+from __future__ import annotations
+
 import asyncio
 from typing import Any, Final
 

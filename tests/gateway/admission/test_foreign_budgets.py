@@ -1,6 +1,8 @@
 """A budget before an engine of another make is passed by one request's bound at most: whatever fields are
 used, whatever the engine tells, however many requests run at once."""
 
+from __future__ import annotations
+
 import asyncio
 from collections.abc import Callable
 from typing import Any, Final

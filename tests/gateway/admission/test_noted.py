@@ -1,6 +1,8 @@
 """Requests of tenants without limits, where billing lines are written: what a killed gateway had open has its
 line, each is counted once, and none waits for Redis."""
 
+from __future__ import annotations
+
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any, Final

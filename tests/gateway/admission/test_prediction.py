@@ -1,6 +1,8 @@
 """What a caller predicts, at the gateway: reserved beforehand, sent along as ids, and charged as the engine
 reports."""
 
+from __future__ import annotations
+
 from pathlib import Path
 from typing import Any
 

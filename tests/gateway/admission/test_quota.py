@@ -1,5 +1,7 @@
 """Quotas: the pure decisions, and every store against one contract."""
 
+from __future__ import annotations
+
 import asyncio
 from collections.abc import Awaitable
 from typing import Any, Final, TypeVar

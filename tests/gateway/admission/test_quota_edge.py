@@ -1,5 +1,7 @@
 """Quotas as a client meets them."""
 
+from __future__ import annotations
+
 import asyncio
 from collections.abc import Sequence
 from typing import Any

@@ -1,5 +1,7 @@
 """Accounts in Redis: how long they are kept, and what clocks and earlier versions do to them."""
 
+from __future__ import annotations
+
 import asyncio
 import struct
 import uuid

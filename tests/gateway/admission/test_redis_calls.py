@@ -1,5 +1,7 @@
 """Calls of `quota.lua`, as a server reads them."""
 
+from __future__ import annotations
+
 import struct
 from typing import Final
 

@@ -1,5 +1,7 @@
 """Gateways with quotas in Redis, as clients and operators meet them."""
 
+from __future__ import annotations
+
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,5 +1,7 @@
 """Limits of a model over all tenants in a Cluster: one node counts for all, and the others may die."""
 
+from __future__ import annotations
+
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager

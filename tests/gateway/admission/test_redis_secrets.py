@@ -3,6 +3,8 @@
 Each is a *canary*: a text that nothing else contains. MONITOR tells all that is sent.
 """
 
+from __future__ import annotations
+
 import asyncio
 import io
 from collections.abc import AsyncIterator

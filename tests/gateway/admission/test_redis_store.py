@@ -1,6 +1,8 @@
 """Quotas in Redis: equal to those in memory, exact over several stores, and what outages do. What any store
 does is in `test_quota.py`, several gateway processes are in `test_gateways.py`."""
 
+from __future__ import annotations
+
 import asyncio
 import contextlib
 import time

@@ -1,6 +1,8 @@
 """A quota store that fails, and background work that crashes: requests end as they should, and the
 gateway goes on."""
 
+from __future__ import annotations
+
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, Final, cast

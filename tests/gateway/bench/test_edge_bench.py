@@ -1,5 +1,7 @@
 """The benches of the public listener and of faults: what they measure, and their statistics."""
 
+from __future__ import annotations
+
 import random
 from dataclasses import replace
 from http import HTTPStatus

@@ -1,5 +1,7 @@
 """`python -m tests.bench outages`: its statistics, and one outage, a short one."""
 
+from __future__ import annotations
+
 import argparse
 import math
 from dataclasses import replace

@@ -1,5 +1,7 @@
 """The world in which rules of choosing a replica are compared: small, and with a known outcome."""
 
+from __future__ import annotations
+
 from dataclasses import replace
 from itertools import pairwise
 from random import Random

@@ -1,5 +1,7 @@
 """Billing lines: the file, its rotation, and the spool of a webhook."""
 
+from __future__ import annotations
+
 import asyncio
 import errno
 import os

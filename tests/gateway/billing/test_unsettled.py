@@ -1,5 +1,7 @@
 """Billing lines for what nobody settled: each lapsed reservation has one, whoever dies meanwhile."""
 
+from __future__ import annotations
+
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path

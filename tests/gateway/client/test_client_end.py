@@ -1,5 +1,7 @@
 """The client's end as bytes on its connection: how an answer is framed, and what its head may hold."""
 
+from __future__ import annotations
+
 import asyncio
 from types import SimpleNamespace
 from typing import Any

@@ -4,6 +4,8 @@ Each holds a second request, the *smuggled* one, within what one way of reading 
 to the gateway itself, and through Debian's nginx, whose one connection to the gateway serves a victim too.
 """
 
+from __future__ import annotations
+
 import asyncio
 import contextlib
 import re

@@ -1,5 +1,7 @@
 """A head that does not end is bounded in time, in bytes and in number, wherever in a packet it begins."""
 
+from __future__ import annotations
+
 import asyncio
 from itertools import pairwise
 from types import SimpleNamespace

@@ -1,5 +1,7 @@
 """Requests that a proxy in front may read otherwise are refused, and the refusal names what is wrong."""
 
+from __future__ import annotations
+
 import asyncio
 import re
 from typing import Final

@@ -1,5 +1,7 @@
 """Secrets in files, which are renewed while they are in use."""
 
+from __future__ import annotations
+
 import io
 import json
 import os

@@ -1,5 +1,7 @@
 """The console's chats: requests with a caller's key, through the whole pipeline."""
 
+from __future__ import annotations
+
 import asyncio
 import io
 from pathlib import Path

@@ -1,5 +1,7 @@
 """The figures that the console makes of an engine's metrics."""
 
+from __future__ import annotations
+
 from gateway.operators.figures import EngineFigures, figures, parse_sample
 
 TEXT = b"""\

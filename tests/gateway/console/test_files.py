@@ -1,5 +1,7 @@
 """The console's files: vendored ones are as they were published, and ours keep to the page's policy."""
 
+from __future__ import annotations
+
 import hashlib
 import re
 

@@ -1,5 +1,7 @@
 """The console's gate on the admin listener: its files, its sessions and what they open."""
 
+from __future__ import annotations
+
 from dataclasses import replace
 from typing import Any
 

@@ -1,5 +1,7 @@
 """The reading of a chat's answer."""
 
+from __future__ import annotations
+
 from gateway.operators.chat_reading import TICKS_MAX, ChatReading, error_text
 
 

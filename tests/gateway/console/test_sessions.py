@@ -1,5 +1,7 @@
 """The console's sessions and the bounds of its log-in."""
 
+from __future__ import annotations
+
 import pytest
 
 from gateway.operators.sessions import (

@@ -1,5 +1,7 @@
 """Gateways whose keys and tenants operators change: in the file, or in Redis."""
 
+from __future__ import annotations
+
 import io
 import os
 import uuid

@@ -1,5 +1,7 @@
 """Changes of the directory in Redis whose answers get lost: each is made once, answered truly and audited."""
 
+from __future__ import annotations
+
 import io
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path

@@ -1,5 +1,7 @@
 """Members from DNS: what is taken of an answer, and what a resolver that fails or lies does to a pool."""
 
+from __future__ import annotations
+
 import asyncio
 import contextlib
 import io

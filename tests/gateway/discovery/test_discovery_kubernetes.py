@@ -1,5 +1,7 @@
 """Members from the EndpointSlices of a Service, against an API server that behaves and misbehaves."""
 
+from __future__ import annotations
+
 import asyncio
 import io
 import json

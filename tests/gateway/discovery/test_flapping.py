@@ -1,5 +1,7 @@
 """Replicas that appear and vanish again and again: nobody's request is lost."""
 
+from __future__ import annotations
+
 import asyncio
 from pathlib import Path
 

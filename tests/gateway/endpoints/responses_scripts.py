@@ -1,5 +1,7 @@
 """What engines answer to responses: one of ours, as the fake engine plays it, and others."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 

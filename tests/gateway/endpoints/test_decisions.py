@@ -1,5 +1,7 @@
 """Decisions through the gateway: counted and charged, at engines of ours that decide and of other makes."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import aiohttp

@@ -1,5 +1,7 @@
 """Embeddings through the gateway: counted and charged, at engines of ours that embed and of other makes."""
 
+from __future__ import annotations
+
 import base64
 import struct
 from typing import Any

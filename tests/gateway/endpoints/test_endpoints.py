@@ -1,5 +1,7 @@
 """The endpoint table: what an API says of itself there is all that the gateway goes by."""
 
+from __future__ import annotations
+
 import asyncio
 import json
 from typing import Any, Final

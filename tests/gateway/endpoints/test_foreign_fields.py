@@ -1,5 +1,7 @@
 """The fields that an engine of another make is sent, and the one maximum that it is told."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import msgspec

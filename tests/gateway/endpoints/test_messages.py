@@ -1,5 +1,7 @@
 """Anthropic's Messages at the gateway: what is relayed, refused, counted and told is as Anthropic has it."""
 
+from __future__ import annotations
+
 import asyncio
 import json
 from collections.abc import AsyncIterator

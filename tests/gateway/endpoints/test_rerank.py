@@ -1,5 +1,7 @@
 """Rankings through the gateway: counted and charged, at engines of ours that rank and of other makes."""
 
+from __future__ import annotations
+
 import asyncio
 from typing import Any
 

@@ -1,5 +1,7 @@
 """Responses through the gateway: counted, charged, relayed, and refused in their own words."""
 
+from __future__ import annotations
+
 import asyncio
 import json
 from collections.abc import AsyncIterator

@@ -1,6 +1,8 @@
 """The table of public routes: what the edge answers, what keys are restricted to and what is described follow
 from it."""
 
+from __future__ import annotations
+
 import json
 from typing import Final
 

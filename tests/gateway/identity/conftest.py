@@ -1,5 +1,7 @@
 """An issuer's key server, and gateways that trust it."""
 
+from __future__ import annotations
+
 from collections.abc import AsyncIterator
 from pathlib import Path
 

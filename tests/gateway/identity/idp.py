@@ -1,5 +1,7 @@
 """An issuer's key server, and a gateway that trusts it."""
 
+from __future__ import annotations
+
 import asyncio
 import itertools
 import json

@@ -1,5 +1,7 @@
 """Which identity is asked about a request, and which configurations of them contradict themselves."""
 
+from __future__ import annotations
+
 from pathlib import Path
 from typing import Any
 

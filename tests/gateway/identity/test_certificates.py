@@ -1,6 +1,8 @@
 """The names in client certificates, and in the entries that they fit: their forms and spellings; and
 files of revocation lists."""
 
+from __future__ import annotations
+
 import asyncio
 import io
 import json

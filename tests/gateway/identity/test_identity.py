@@ -1,5 +1,7 @@
 """Keys and what they open."""
 
+from __future__ import annotations
+
 import hmac
 import re
 from datetime import UTC, datetime

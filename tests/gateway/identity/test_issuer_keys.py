@@ -1,5 +1,7 @@
 """The keys that issuers sign tokens with: which are taken, and what becomes of a bad file."""
 
+from __future__ import annotations
+
 import io
 import json
 from dataclasses import replace

@@ -1,5 +1,7 @@
 """Tokens: which open, which do not, and what is granted to those who hold one."""
 
+from __future__ import annotations
+
 import hashlib
 import hmac
 import json

@@ -1,5 +1,7 @@
 """The requests that wait for an issuer's keys, by themselves."""
 
+from __future__ import annotations
+
 import asyncio
 import math
 from contextlib import ExitStack

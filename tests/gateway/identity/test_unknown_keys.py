@@ -1,6 +1,8 @@
 """Tokens whose key is not known: who waits for it, for how long, and at whose cost. Beside each another
 tenant's caller is served."""
 
+from __future__ import annotations
+
 import asyncio
 import itertools
 import math

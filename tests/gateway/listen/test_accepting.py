@@ -3,6 +3,8 @@
 No client runs while these tests do: each connects, and sends, before the loop looks at its sockets.
 """
 
+from __future__ import annotations
+
 import asyncio
 import socket
 from collections import Counter

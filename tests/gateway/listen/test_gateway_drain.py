@@ -1,5 +1,7 @@
 """A gateway that drains: what it accepts, what it finishes, and what its clients notice."""
 
+from __future__ import annotations
+
 import asyncio
 import contextlib
 

@@ -1,5 +1,7 @@
 """The number of metric series is bounded, whatever callers send."""
 
+from __future__ import annotations
+
 import asyncio
 import io
 import re

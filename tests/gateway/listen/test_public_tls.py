@@ -1,6 +1,8 @@
 """TLS on the public port: a handshake that never comes holds a connection for a bounded time; client
 certificates name callers; certificates, authorities and revocation lists are renewed while requests run."""
 
+from __future__ import annotations
+
 import asyncio
 import contextlib
 import io

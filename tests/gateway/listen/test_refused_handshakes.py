@@ -1,5 +1,7 @@
 """TLS handshakes that fail leave a trace: a counter by the reason, and a line now and then."""
 
+from __future__ import annotations
+
 import asyncio
 import contextlib
 import ssl

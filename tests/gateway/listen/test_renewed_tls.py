@@ -1,5 +1,7 @@
 """Certificates, authorities and revocation lists that are renewed again and again beside new connections."""
 
+from __future__ import annotations
+
 import asyncio
 import ssl
 from pathlib import Path

@@ -1,5 +1,7 @@
 """The admin listener: its table of routes, and what it answers to all else."""
 
+from __future__ import annotations
+
 import asyncio
 import io
 from pathlib import Path

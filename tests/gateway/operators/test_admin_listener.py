@@ -3,6 +3,8 @@
 The victim is monitoring that scrapes on a connection of its own, and a probe on a new one.
 """
 
+from __future__ import annotations
+
 import asyncio
 import ssl
 from contextlib import suppress

@@ -1,5 +1,7 @@
 """The description of the operators' API: every operation is in it, and what it says holds."""
 
+from __future__ import annotations
+
 import asyncio
 import io
 import re

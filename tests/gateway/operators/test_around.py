@@ -1,5 +1,7 @@
 """Whose work was before a request, and the tries of its SDK before it: what operators read first of it."""
 
+from __future__ import annotations
+
 import asyncio
 from collections.abc import Iterator
 from datetime import timedelta

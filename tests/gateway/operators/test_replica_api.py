@@ -1,5 +1,7 @@
 """Replicas on the admin listener: what is shown, what is drained, and what is refused."""
 
+from __future__ import annotations
+
 import asyncio
 import io
 from typing import Any

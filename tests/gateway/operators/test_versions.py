@@ -1,5 +1,7 @@
 """Answers that a page asks for again and again: who has one is told that it is the same."""
 
+from __future__ import annotations
+
 import pytest
 
 from tests.gateway.conftest import House, Open

@@ -1,5 +1,7 @@
 """The one connection to Redis: what is sent on it, and how often. Counted by a server of the test's own."""
 
+from __future__ import annotations
+
 import asyncio
 import contextlib
 import io

@@ -11,6 +11,8 @@ No closing comment, no tokenizer endpoint, errors in an envelope of its own. The
     ...         an answer of three tokens
 """
 
+from __future__ import annotations
+
 import asyncio
 import json
 from collections.abc import Awaitable, Callable

@@ -1,5 +1,7 @@
 """Engines that fail, break off, refuse or are not there."""
 
+from __future__ import annotations
+
 import asyncio
 
 import aiohttp

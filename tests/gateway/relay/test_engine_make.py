@@ -1,5 +1,7 @@
 """Whose an engine is: what it is told of a tenant, also as long as nobody knows."""
 
+from __future__ import annotations
+
 import io
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack

@@ -1,5 +1,7 @@
 """Somebody else's engine behind the gateway: another server (granian), another app, both protocols."""
 
+from __future__ import annotations
+
 import asyncio
 import io
 import json

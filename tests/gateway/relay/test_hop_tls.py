@@ -1,5 +1,7 @@
 """TLS and mTLS between gateway and engine."""
 
+from __future__ import annotations
+
 from collections.abc import AsyncIterator
 from pathlib import Path
 

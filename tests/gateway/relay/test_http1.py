@@ -1,5 +1,7 @@
 """The HTTP/1.1 transport by itself."""
 
+from __future__ import annotations
+
 import asyncio
 from collections.abc import AsyncIterator, Callable
 

@@ -1,5 +1,7 @@
 """What ends a head and a body of HTTP/1.1, and what is refused because it could be read in two ways."""
 
+from __future__ import annotations
+
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress

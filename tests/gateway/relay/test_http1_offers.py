@@ -1,5 +1,7 @@
 """What came as a chunk of its own is offered to the reader as it came, with its framing."""
 
+from __future__ import annotations
+
 import asyncio
 import socket
 from collections.abc import Callable

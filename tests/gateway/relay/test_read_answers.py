@@ -5,6 +5,8 @@ charged, and the outcome of each attempt for the replica that was asked. One ser
 replicas, and answers with the cell's bytes.
 """
 
+from __future__ import annotations
+
 import asyncio
 import gzip
 import io

@@ -1,5 +1,7 @@
 """The ticks of an answer: bounded, in order, and over all of its length."""
 
+from __future__ import annotations
+
 from itertools import pairwise
 
 import pytest

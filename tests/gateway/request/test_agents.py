@@ -1,6 +1,8 @@
 """An agent of another make, pydantic-ai's, through the gateway to an engine of another make: its tool loop,
 as a stream and not, and an image."""
 
+from __future__ import annotations
+
 import base64
 from collections.abc import AsyncIterator
 from typing import Any, Final

@@ -1,6 +1,8 @@
 """The edge around the pipeline: probes, metrics, the drain, bounds of connections, what is not logged, and
 engines that shut down while requests come."""
 
+from __future__ import annotations
+
 import asyncio
 import contextlib
 import socket

@@ -1,5 +1,7 @@
 """Another model in place of one whose engines cannot answer."""
 
+from __future__ import annotations
+
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager

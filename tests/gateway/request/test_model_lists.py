@@ -1,5 +1,7 @@
 """The list of models, which costs no quota: worked out once, in its tenant's turn, and bounded in readers."""
 
+from __future__ import annotations
+
 import asyncio
 from collections.abc import Sequence
 from typing import Any

@@ -1,5 +1,7 @@
 """What a replica is told, and what it is not."""
 
+from __future__ import annotations
+
 import asyncio
 from dataclasses import replace
 from pathlib import Path

@@ -1,5 +1,7 @@
 """One request through all stages, against an engine that plays a script."""
 
+from __future__ import annotations
+
 import asyncio
 import io
 import re

@@ -1,5 +1,7 @@
 """The records that matter stay, whoever brings however many others."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from datetime import timedelta
 

@@ -1,5 +1,7 @@
 """Requests that the gateway refuses, and how it says so."""
 
+from __future__ import annotations
+
 import asyncio
 from typing import Any
 

@@ -1,5 +1,7 @@
 """Requests that are sent again: when, where, how often, and what they are charged."""
 
+from __future__ import annotations
+
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable

@@ -1,5 +1,7 @@
 """Tenants share no cached prefixes at engines of other makes, or see nothing of them."""
 
+from __future__ import annotations
+
 from typing import Any, Final
 
 import msgspec

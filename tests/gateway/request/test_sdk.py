@@ -1,5 +1,7 @@
 """The official OpenAI SDK, its strict response validation on."""
 
+from __future__ import annotations
+
 from collections.abc import AsyncIterator
 
 import openai

@@ -3,6 +3,8 @@
 Each is a *canary*: a text that nothing else contains. The run takes the ways in which a request can end.
 """
 
+from __future__ import annotations
+
 import asyncio
 import contextlib
 import gc

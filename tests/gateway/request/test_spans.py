@@ -1,5 +1,7 @@
 """The gateway's spans: of requests that are sampled, that fail, and of none besides."""
 
+from __future__ import annotations
+
 import pytest
 
 from shared.telemetry.stages import parse_traceparent

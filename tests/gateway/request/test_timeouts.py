@@ -3,6 +3,8 @@
 Each can be set for everybody, for a model, for a class of tenants and for a tenant.
 """
 
+from __future__ import annotations
+
 import asyncio
 import contextlib
 import socket

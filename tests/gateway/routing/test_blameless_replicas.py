@@ -1,5 +1,7 @@
 """Errors that one tenant alone gets from a replica say nothing of it where others use it, too."""
 
+from __future__ import annotations
+
 import pytest
 
 from gateway.config.whole import ModelConfig

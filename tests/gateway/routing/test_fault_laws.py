@@ -1,5 +1,7 @@
 """Laws of routing, health and retries, over random faults in virtual time."""
 
+from __future__ import annotations
+
 import heapq
 import itertools
 from dataclasses import dataclass, field

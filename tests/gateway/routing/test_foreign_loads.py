@@ -1,5 +1,7 @@
 """What engines of other makes show of their queues counts as load, and what they do to it harms nobody."""
 
+from __future__ import annotations
+
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress

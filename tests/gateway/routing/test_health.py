@@ -1,5 +1,7 @@
 """Which replicas are well: ejections, trials, the half that always stays."""
 
+from __future__ import annotations
+
 import io
 from collections.abc import Collection, Iterable
 from typing import Any

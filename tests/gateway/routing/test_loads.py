@@ -1,5 +1,7 @@
 """What engines say of their load reaches the choice of a replica, and each request counts once."""
 
+from __future__ import annotations
+
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager

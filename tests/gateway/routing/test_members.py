@@ -1,5 +1,7 @@
 """Members of pools that are added, drained and removed while requests run."""
 
+from __future__ import annotations
+
 import asyncio
 import io
 from collections.abc import AsyncIterator, Iterable

@@ -1,5 +1,7 @@
 """Which replica."""
 
+from __future__ import annotations
+
 from collections import Counter
 from collections.abc import Collection
 from typing import Any

@@ -1,5 +1,7 @@
 """Sessions: by which keys their requests are known, and who is told of them."""
 
+from __future__ import annotations
+
 from collections import deque
 from collections.abc import Callable
 from itertools import count, islice

@@ -1,5 +1,7 @@
 """A replica that computes what waits there is slow, not silent."""
 
+from __future__ import annotations
+
 import pytest
 
 from gateway.routing.health import SAMPLES_MIN, SILENT_MIN, SORT_EVERY, HealthPhase, silent

@@ -4,6 +4,8 @@ what has expired is gone, and Redis holds no more than its bound.
 With `DRAWN=whole`, 10,000 responses of 100 tenants.
 """
 
+from __future__ import annotations
+
 import asyncio
 import json
 import random

@@ -1,5 +1,7 @@
 """Responses that a gateway keeps: answered, retrieved, gone on with, deleted, and each tenant's own."""
 
+from __future__ import annotations
+
 import asyncio
 import itertools
 import json

@@ -1,5 +1,7 @@
 """What every store of responses does, in memory and in Redis."""
 
+from __future__ import annotations
+
 import asyncio
 import contextlib
 import uuid

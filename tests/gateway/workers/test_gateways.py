@@ -1,6 +1,8 @@
 """Several gateway processes on one Redis: limits are exact over all of them, also when one is killed or
 drained."""
 
+from __future__ import annotations
+
 import asyncio
 import contextlib
 import itertools

@@ -1,5 +1,7 @@
 """The gateway as a process: its command line, its signals, TLS, and what importing it needs."""
 
+from __future__ import annotations
+
 import asyncio
 import os
 import signal

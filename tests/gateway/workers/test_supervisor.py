@@ -1,5 +1,7 @@
 """The supervisor of workers that are no processes: deaths, hangs, crash loops, and the drain."""
 
+from __future__ import annotations
+
 import asyncio
 import io
 import os

@@ -1,5 +1,7 @@
 """The admin listener of several workers: two gateways of this process behind one port."""
 
+from __future__ import annotations
+
 import asyncio
 import io
 import itertools

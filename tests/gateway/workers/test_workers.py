@@ -1,5 +1,7 @@
 """Several workers behind one port, as processes: shared, replaced, drained."""
 
+from __future__ import annotations
+
 import asyncio
 import os
 import signal

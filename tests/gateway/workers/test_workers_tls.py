@@ -1,6 +1,8 @@
 """Several workers with TLS on the public port: all of them serve, ask for client certificates, and take a
 renewed certificate while requests run."""
 
+from __future__ import annotations
+
 import asyncio
 import signal
 import ssl

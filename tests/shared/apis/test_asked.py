@@ -1,6 +1,8 @@
 """Tools, structures, reasoning and what else chats ask of their prompts and answers: what our engines take of
 it, and what is refused by its name."""
 
+from __future__ import annotations
+
 import json
 import tracemalloc
 from typing import Any, Final

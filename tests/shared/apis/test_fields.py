@@ -1,5 +1,7 @@
 """Fields of other engines: what asks for another answer is refused, what asks for nothing is not."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import pytest

@@ -1,5 +1,7 @@
 """Requests of Anthropic's Messages: the chat that they are, and what is refused of them by its name."""
 
+from __future__ import annotations
+
 import json
 from typing import Any, Final
 

@@ -1,5 +1,7 @@
 """Every numeric field of a request at its bounds, which are read from the types themselves."""
 
+from __future__ import annotations
+
 import json
 import math
 from typing import Any

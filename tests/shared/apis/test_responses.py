@@ -1,5 +1,7 @@
 """Responses' requests: items as the one chat form, tools as functions, and what is refused by its place."""
 
+from __future__ import annotations
+
 from typing import Any, Final
 
 import msgspec

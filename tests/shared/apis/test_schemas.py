@@ -1,5 +1,7 @@
 """What the door says of JSON schemas."""
 
+from __future__ import annotations
+
 import json
 from typing import Any
 

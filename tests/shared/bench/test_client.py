@@ -1,5 +1,7 @@
 """The load client counts right however the server's bytes are cut."""
 
+from __future__ import annotations
+
 import asyncio
 
 from hypothesis import given

@@ -1,5 +1,7 @@
 """What the bench of engines makes of the times that it took, and the figures of all benches."""
 
+from __future__ import annotations
+
 import contextlib
 import math
 import os

@@ -1,5 +1,7 @@
 """Streams under measure, from a paced engine whose clock is the test."""
 
+from __future__ import annotations
+
 import asyncio
 import contextlib
 import math

@@ -4,6 +4,8 @@ It writes what happens to it into the diary, a file that all children of a test 
 `dies` at once, `stubborn` to SIGTERM, `sick` (fails /livez), `never-ready`.
 """
 
+from __future__ import annotations
+
 import json
 import os
 import signal

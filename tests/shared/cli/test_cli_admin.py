@@ -1,5 +1,7 @@
 """The address and the key with which the commands ask a gateway's admin listener."""
 
+from __future__ import annotations
+
 import argparse
 from pathlib import Path
 from typing import Any

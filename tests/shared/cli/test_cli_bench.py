@@ -1,5 +1,7 @@
 """The command `penstock bench`, and `python -m tests.bench`."""
 
+from __future__ import annotations
+
 import argparse
 import json
 import sys

@@ -1,5 +1,7 @@
 """`penstock init` writes a file that starts; `penstock gateway --check` says all that is wrong with one."""
 
+from __future__ import annotations
+
 import re
 import stat
 import subprocess

@@ -1,5 +1,7 @@
 """`penstock keys`: on a gateway's file, on the Redis that it names, and on a running gateway."""
 
+from __future__ import annotations
+
 import asyncio
 import io
 import json

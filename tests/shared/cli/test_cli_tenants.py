@@ -1,6 +1,8 @@
 """`penstock tenants`, on a gateway's file, on the Redis that it names, and on a running gateway; and what
 `penstock keys list` tells of keys' limits and uses."""
 
+from __future__ import annotations
+
 import asyncio
 import json
 from pathlib import Path

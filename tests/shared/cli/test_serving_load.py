@@ -1,5 +1,7 @@
 """The load generator `penstock bench serve`, before a server that this file writes."""
 
+from __future__ import annotations
+
 import json
 import math
 from collections.abc import AsyncIterator, Callable

@@ -1,5 +1,7 @@
 """The supervisor of `penstock up`, over fake services in processes of their own."""
 
+from __future__ import annotations
+
 import asyncio
 import contextlib
 import io

@@ -1,3 +1,5 @@
+from __future__ import annotations
+
 import asyncio
 from collections import Counter
 from collections.abc import Sequence

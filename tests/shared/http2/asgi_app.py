@@ -1,5 +1,7 @@
 """What the foreign server serves: echo, a stream of events, a stream without end."""
 
+from __future__ import annotations
+
 import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any

@@ -1,5 +1,7 @@
 """A client's core and a server's core, joined in memory: bytes move only when the test moves them."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 
 from shared.http2 import frames

@@ -1,5 +1,7 @@
 """The core's laws, on two cores joined in memory."""
 
+from __future__ import annotations
+
 import asyncio
 import itertools
 from contextlib import nullcontext

@@ -1,5 +1,7 @@
 """What costs a peer little and us much is refused; what an honest peer does is not."""
 
+from __future__ import annotations
+
 import contextlib
 from collections.abc import Callable
 

@@ -1,5 +1,7 @@
 """Our header blocks, read by other people's decoder, and other people's, read by ours."""
 
+from __future__ import annotations
+
 import pytest
 from hpack import Decoder, Encoder
 from hpack.exceptions import HPACKError

@@ -5,6 +5,8 @@ httpx[http2]. A tool that is missing is a failure: these tests are the only proo
 a dialect of our own.
 """
 
+from __future__ import annotations
+
 import asyncio
 import os
 import re

@@ -1,5 +1,7 @@
 """Many streams at once on one connection: all move on, nobody stalls for another, nothing is left behind."""
 
+from __future__ import annotations
+
 import asyncio
 import random
 

@@ -1,5 +1,7 @@
 """`Stream.pass_on`: what comes is handed over in the turn in which it came, under the same laws as `read`."""
 
+from __future__ import annotations
+
 import asyncio
 import itertools
 

@@ -1,5 +1,7 @@
 """The pulse: a server that has stopped is noticed, and one that is slow, busy or idle is left alone."""
 
+from __future__ import annotations
+
 import asyncio
 from dataclasses import replace
 

@@ -1,5 +1,7 @@
 """A server tells its load on its connections: to peers that take it and read, and to nobody's harm."""
 
+from __future__ import annotations
+
 import asyncio
 
 import pytest

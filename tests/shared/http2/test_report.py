@@ -1,5 +1,7 @@
 """What a server says of a stream after it was reset reaches the client, and nobody waits for long."""
 
+from __future__ import annotations
+
 import asyncio
 
 import pytest

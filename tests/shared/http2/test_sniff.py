@@ -1,5 +1,7 @@
 """One port for HTTP/2 and for aiohttp's HTTP/1.1."""
 
+from __future__ import annotations
+
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

@@ -4,6 +4,8 @@ Frames are right, wrong, and at wrong places; header lists are well-formed, malf
 without a compression table. Where the twins may differ is said once, in `answered` and `refused`.
 """
 
+from __future__ import annotations
+
 import struct
 from typing import Any
 

@@ -1,5 +1,7 @@
 """Errors let go of the streams that they ended: no garbage collection is needed for any of them."""
 
+from __future__ import annotations
+
 import asyncio
 import socket
 

@@ -1,5 +1,7 @@
 """Services run our own code, whatever packages lie in the directory that they are started in."""
 
+from __future__ import annotations
+
 import ast
 import os
 import subprocess

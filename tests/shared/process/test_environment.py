@@ -1,5 +1,7 @@
 """Which environment variables are settings, which are somebody else's, and which are mistakes."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from typing import Annotated, Literal
 

@@ -1,5 +1,7 @@
 """Files that are written and read whole."""
 
+from __future__ import annotations
+
 import os
 from pathlib import Path
 

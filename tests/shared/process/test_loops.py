@@ -1,5 +1,7 @@
 """Which loop a service runs on, and how late it is."""
 
+from __future__ import annotations
+
 import asyncio
 import sys
 

@@ -1,5 +1,7 @@
 """What each probe answers in each phase of a service, and the health check of the images, which asks one."""
 
+from __future__ import annotations
+
 import ssl
 import threading
 from collections.abc import Iterator

@@ -1,6 +1,8 @@
 """Certificates that change while both ends of the hop run: new connections are by the new ones;
 files that cannot be used are named, with the reason."""
 
+from __future__ import annotations
+
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, MutableMapping
 from contextlib import asynccontextmanager

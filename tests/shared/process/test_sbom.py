@@ -1,5 +1,7 @@
 """The list of an image's packages."""
 
+from __future__ import annotations
+
 import importlib.metadata
 import json
 

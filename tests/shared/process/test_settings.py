@@ -1,5 +1,7 @@
 """Declared settings, and what `penstock settings` makes of the services' own."""
 
+from __future__ import annotations
+
 import json
 import re
 import tomllib

@@ -1,5 +1,7 @@
 """Cleaning up while one is cancelled."""
 
+from __future__ import annotations
+
 import asyncio
 
 import pytest

@@ -1,5 +1,7 @@
 """The line of a configuration's file that a problem is about."""
 
+from __future__ import annotations
+
 import pytest
 
 from shared.process.toml_lines import lines_of

@@ -1,5 +1,7 @@
 """Exemplars: the requests that stand for those in a bucket, and the format that has them."""
 
+from __future__ import annotations
+
 import pytest
 from prometheus_client import CollectorRegistry
 from prometheus_client.openmetrics.parser import text_string_to_metric_families

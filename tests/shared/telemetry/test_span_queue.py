@@ -1,5 +1,7 @@
 """The queue of spans: bounded, whoever receives them, and in a trace as OTLP's receivers see it."""
 
+from __future__ import annotations
+
 import builtins
 import io
 import threading

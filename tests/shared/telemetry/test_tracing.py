@@ -1,5 +1,7 @@
 """Which requests have their spans exported, and what these say."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import pytest

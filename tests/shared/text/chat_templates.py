@@ -1,5 +1,7 @@
 """Chat templates as models have them, and two that use what else transformers offers."""
 
+from __future__ import annotations
+
 CHATML = """\
 {%- for message in messages %}
     {{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}

@@ -1,5 +1,7 @@
 """Streams against the library's `decode` of the whole: genuine U+FFFD, prompts cut anywhere, stray bytes."""
 
+from __future__ import annotations
+
 import json
 import random
 from collections.abc import Sequence

@@ -1,6 +1,8 @@
 """Pieces of long prompts that are known from the turn before: the same ids, within a bound, and each tenant's
 own."""
 
+from __future__ import annotations
+
 from array import array
 from collections.abc import Iterator
 from itertools import islice

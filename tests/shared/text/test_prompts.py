@@ -1,6 +1,8 @@
 """Prompts encoded slice by slice, against the tokenizer's own answer; and what is refused how early;
 prompts with a suffix."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import pytest

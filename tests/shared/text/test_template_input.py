@@ -1,5 +1,7 @@
 """What templates are given: tools, calls, variables and parts of content, as transformers gives them."""
 
+from __future__ import annotations
+
 import contextlib
 import json
 from pathlib import Path

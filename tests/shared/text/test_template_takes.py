@@ -1,6 +1,8 @@
 """What templates take is found out by rendering, and chats are put into that form: no message is lost or
 moved, and a turn's prompt is the beginning of the next one's."""
 
+from __future__ import annotations
+
 import json
 import re
 from collections.abc import Iterator

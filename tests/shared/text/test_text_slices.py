@@ -1,5 +1,7 @@
 """Slices encoded one by one, against the library's encoding of the whole."""
 
+from __future__ import annotations
+
 import json
 from typing import Any
 

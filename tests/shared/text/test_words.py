@@ -1,5 +1,7 @@
 """Word by word, against the library."""
 
+from __future__ import annotations
+
 import json
 from typing import Any
 

@@ -1,5 +1,7 @@
 """Small tokenizers of the two kinds that are common, trained on the spot."""
 
+from __future__ import annotations
+
 import json
 
 import pytest

@@ -1,5 +1,7 @@
 """Both services on one time axis, whichever of their lines are there."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import msgspec

@@ -1,5 +1,7 @@
 """`penstock trace`: the slowest requests of logs, rows as requests end, and questions that make no sense."""
 
+from __future__ import annotations
+
 import gzip
 import io
 import itertools

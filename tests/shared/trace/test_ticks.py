@@ -1,5 +1,7 @@
 """A stream's ticks in the terminal's waterfall: a row of marks on the axis."""
 
+from __future__ import annotations
+
 from datetime import UTC, datetime
 
 from shared.trace.axis import Axis, Bar

@@ -1,5 +1,7 @@
 """Why a request took long: the parts of its time add up, and what is told first is what took longest."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import msgspec

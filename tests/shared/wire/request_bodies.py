@@ -1,5 +1,7 @@
 """Request bodies for the tests of validation, and the refusal of a bad one."""
 
+from __future__ import annotations
+
 import json
 from typing import Any
 

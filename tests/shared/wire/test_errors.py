@@ -1,5 +1,7 @@
 """What an error tells beside its message: its headers, and how the log calls the end that it made."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 
 import pytest

@@ -1,5 +1,7 @@
 """The bounds of a body, at whatever server it arrives."""
 
+from __future__ import annotations
+
 import asyncio
 from collections.abc import Mapping
 

@@ -1,5 +1,7 @@
 """Texts in grammars."""
 
+from __future__ import annotations
+
 from engine.api.formats import lark
 from engine.contract.grammars import compiled
 from tests.engine.api import walks

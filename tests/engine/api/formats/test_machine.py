@@ -1,6 +1,8 @@
 """The machine that reads answers: calls and reasoning of every family, whatever the model writes, and however
 it is cut."""
 
+from __future__ import annotations
+
 import json
 import re
 from typing import Any

@@ -1,5 +1,7 @@
 """Which format a model's answers have, and what a format may say."""
 
+from __future__ import annotations
+
 import json
 import re
 from pathlib import Path

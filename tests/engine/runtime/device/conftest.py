@@ -1,5 +1,7 @@
 """Kernels run in Triton's interpreter here, as in ../kernels."""
 
+from __future__ import annotations
+
 from pathlib import Path
 
 import pytest

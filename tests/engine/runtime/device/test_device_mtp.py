@@ -1,5 +1,7 @@
 """Drafts by Qwen3.5's own MTP layer in the kernels of a device: what torch guesses on a CPU."""
 
+from __future__ import annotations
+
 import random
 from pathlib import Path
 from typing import Any

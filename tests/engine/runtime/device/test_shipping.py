@@ -1,5 +1,7 @@
 """The kernels that an image ships: which cards, models and weights are walked through, and by whom."""
 
+from __future__ import annotations
+
 import subprocess
 from concurrent.futures import Executor
 from contextlib import AbstractContextManager

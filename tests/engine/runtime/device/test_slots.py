@@ -1,5 +1,7 @@
 """The tables on the device follow the plans, and little is sent for it: in one copy each way."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import numpy as np

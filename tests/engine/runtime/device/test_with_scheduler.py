@@ -2,6 +2,8 @@
 recomputed, swapped, found in the prefix cache, with snapshots of states where the model keeps them. A CPU's
 runner, one step after another, must say the same."""
 
+from __future__ import annotations
+
 import random
 from dataclasses import dataclass, field
 from pathlib import Path

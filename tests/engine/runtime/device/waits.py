@@ -1,5 +1,7 @@
 """What makes a host wait for a device, forbidden. Where both are a CPU nothing waits; what would is known."""
 
+from __future__ import annotations
+
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -1,5 +1,7 @@
 """Penalties look at the tokens of a sequence alone, and at how often each is in its output."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,5 +1,7 @@
 """The layers' own promises; the models as a whole are the oracle's business."""
 
+from __future__ import annotations
+
 import pytest
 import torch
 

@@ -1,5 +1,7 @@
 """Against the vectors that Random123 publishes (kat_vectors), and what we build on them."""
 
+from __future__ import annotations
+
 import numpy as np
 import pytest
 

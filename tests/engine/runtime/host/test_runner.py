@@ -1,5 +1,7 @@
 """The runner's bookkeeping: plans that follow, plans that do not, and what loading tells."""
 
+from __future__ import annotations
+
 import subprocess
 import sys
 from pathlib import Path

@@ -1,5 +1,7 @@
 """Each option against the document order, written naively in float64; then whole distributions."""
 
+from __future__ import annotations
+
 import math
 import random
 import struct

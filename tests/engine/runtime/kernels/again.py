@@ -3,6 +3,8 @@
 Prints how many kernels were found among those in FOLDER, and how many were compiled.
 """
 
+from __future__ import annotations
+
 import json
 import sys
 from concurrent.futures import ThreadPoolExecutor

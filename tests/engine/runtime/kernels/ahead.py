@@ -4,6 +4,8 @@ A program, as the interpreter of the other tests cannot be switched off in their
 many kernels were compiled and loaded by whom, when what was compiled ahead is launched afterwards.
 """
 
+from __future__ import annotations
+
 import json
 import sys
 import threading

@@ -4,6 +4,8 @@ tests/conftest.py chose the interpreter. bfloat16 is left to the GPU: the interp
 says nothing.
 """
 
+from __future__ import annotations
+
 import os
 from pathlib import Path
 

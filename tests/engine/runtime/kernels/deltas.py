@@ -1,6 +1,8 @@
 """Delta nets that kernels are checked with, on whatever device they run: rows over states, and torch's
 answer."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 

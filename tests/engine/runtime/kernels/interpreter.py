@@ -17,6 +17,8 @@ second half of them to the first, until one is left.
 **No waits.** Triton's interpreter knows none of the instructions by which kernels overlap: they do nothing.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace

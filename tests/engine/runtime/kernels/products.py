@@ -4,6 +4,8 @@ A program, because the library chooses its kernels once, when NumPy loads it. Pr
 they are.
 """
 
+from __future__ import annotations
+
 import ctypes
 from pathlib import Path
 

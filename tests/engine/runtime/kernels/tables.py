@@ -1,5 +1,7 @@
 """Tables of products that were never measured."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable
 
 from engine.runtime.kernels.autotune import (

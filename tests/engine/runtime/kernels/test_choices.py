@@ -1,5 +1,7 @@
 """How products are timed, and which of torch's libraries multiplies."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 
 import pytest

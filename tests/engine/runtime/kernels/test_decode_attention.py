@@ -1,5 +1,7 @@
 """Paged decode attention in the interpreter, against its definition."""
 
+from __future__ import annotations
+
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

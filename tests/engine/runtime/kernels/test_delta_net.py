@@ -1,5 +1,7 @@
 """The delta net's kernels in the interpreter, against torch, which goes token by token."""
 
+from __future__ import annotations
+
 from dataclasses import replace
 
 import pytest

@@ -1,5 +1,7 @@
 """Flat distributions on the device: candidates in sorted runs give the CPU's tokens, one for one."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import pytest

@@ -1,5 +1,7 @@
 """The fused kernels in the interpreter, against the CPU's layers, and the one that begins a decode step."""
 
+from __future__ import annotations
+
 from functools import partial
 
 import pytest

@@ -3,6 +3,8 @@
 Its products alone differ, by rounding: they are added in one order, whatever the processor.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 
 import pytest

@@ -1,5 +1,7 @@
 """Multiplication by few rows: the kernel in the interpreter, fp8 weights, and the table on a fake timer."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType

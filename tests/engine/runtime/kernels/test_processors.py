@@ -5,6 +5,8 @@ depends on the row's place. The native kernels need no such test: theirs run wit
 this processor has.
 """
 
+from __future__ import annotations
+
 import os
 import subprocess
 import sys

@@ -1,5 +1,7 @@
 """The device's sampler in the interpreter: the CPU's tokens, one for one, and so its distribution."""
 
+from __future__ import annotations
+
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass

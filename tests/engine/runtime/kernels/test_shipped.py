@@ -1,5 +1,7 @@
 """Triton's cache with a shipped one behind it."""
 
+from __future__ import annotations
+
 import json
 from pathlib import Path
 

@@ -1,5 +1,7 @@
 """Products whose columns several programs share: in the interpreter, and as candidates of the table."""
 
+from __future__ import annotations
+
 import pytest
 import torch
 from torch import Tensor

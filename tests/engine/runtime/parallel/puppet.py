@@ -1,5 +1,7 @@
 """A rank without tensors, which does as the test says: by its configuration's `model`."""
 
+from __future__ import annotations
+
 import os
 import signal
 import socket

@@ -1,5 +1,7 @@
 """The C++ decoder on ranks, each with its heads and its part of the MLP, beside the same alone."""
 
+from __future__ import annotations
+
 from pathlib import Path
 from typing import Any
 

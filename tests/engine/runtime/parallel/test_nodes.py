@@ -1,5 +1,7 @@
 """Rank 0 gathers the others over the network. Strangers are kept out; a rank that does not fit is named."""
 
+from __future__ import annotations
+
 import contextlib
 import socket
 import threading

@@ -1,5 +1,7 @@
 """The engine as its operator has it, on two ranks: it serves, and whatever happens to a rank, it says so."""
 
+from __future__ import annotations
+
 import os
 import re
 import signal

@@ -1,5 +1,7 @@
 """Rank 0's watch over the others: who is lost is named once, everybody is ended, and nobody waits on."""
 
+from __future__ import annotations
+
 import signal
 import socket
 import subprocess

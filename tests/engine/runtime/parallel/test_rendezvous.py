@@ -1,5 +1,7 @@
 """A rank's place, from the variables that torchrun sets."""
 
+from __future__ import annotations
+
 import pytest
 
 from engine.runtime.parallel.rendezvous import Rendezvous, rendezvous_in

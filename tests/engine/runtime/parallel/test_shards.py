@@ -1,5 +1,7 @@
 """Every rank reads its part and no more, and the parts make up the whole."""
 
+from __future__ import annotations
+
 import json
 import threading
 from collections.abc import Callable
