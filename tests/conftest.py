@@ -130,9 +130,10 @@ def pytest_unconfigure() -> None:
         TRACING.end()
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(autouse=True)
 def one_thread() -> None:
-    """Torch computes in one thread: several that wait for each other spin, and other tests want the cores."""
+    """Torch computes in one thread, whatever the test before loaded: several that wait for each other spin,
+    and other tests want the cores."""
     if torch := sys.modules.get("torch"):
         torch.set_num_threads(1)
 

@@ -382,7 +382,9 @@ def our_logprobs(
 ) -> Tensor:
     """[TOKENS, vocab], by the engine's way of loading: a prompt, then one token after the other. `options`:
     further settings."""
-    settings = RunnerConfig(str(path), device="cpu", kernels=kernels, page_size=PAGE_SIZE, **options)
+    settings = RunnerConfig(
+        str(path), device="cpu", kernels=kernels, page_size=PAGE_SIZE, threads=1, **options
+    )
     config = starting.read_model(settings, heard.append)
     config, checkpoint = starting.checked_checkpoint(settings, config, dtype, heard.append)
     config = replace(config, context_len=TOKENS)

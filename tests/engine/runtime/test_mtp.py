@@ -74,6 +74,7 @@ def loaded(path: Path, dtype: Any = "float32", kernels: Kernels = "native", **op
         page_size=PAGE,
         max_num_seqs=SLOTS,
         max_model_len=LEN,
+        threads=1,
         **options,
     )
     return load_on_host(config, lambda _: None)

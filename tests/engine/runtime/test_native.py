@@ -158,7 +158,7 @@ class Stage:
                 states = States(StateGeometry.of(config, dtype), 10)
                 model = TorchModel(decoder, partial(ExactAttention, cache, spec=spec), states)
         else:
-            settings = {"dtype": dtype, "page_size": page_size, "threads": 2}
+            settings = {"dtype": dtype, "page_size": page_size, "threads": 1}
             network = NativeDecoder(isa, config, source or Weights(dtype), **(settings | native))  # type: ignore[arg-type]
             model = network.attach(cache, slots=10)
         return Stage(model, HostSlots(10, MAX_LEN, page_size, VOCAB))
@@ -192,10 +192,12 @@ class Stage:
 @pytest.mark.parametrize("config", SHAPES.values(), ids=SHAPES.keys())
 @pytest.mark.parametrize("rows", RAGGED.values(), ids=RAGGED.keys())
 def test_equals_torch_in_float32(rows: Rows, config: DecoderSpec) -> None:
+    """In two threads with the best library alone: threads that wait for each other take the cores from other
+    tests."""
     torchs = Stage.of(config)
     expected = torchs.run(rows)
     for isa in ISAS:
-        ours = Stage.of(config, isa=isa)
+        ours = Stage.of(config, isa=isa, threads=2 if isa == ISAS[0] else 1)
         hidden = ours.run(rows)
         assert_close(hidden, expected, atol=2e-5, rtol=1e-4, msg=f"{isa}: {{}}".format)
         logits, own = torchs.model.logits(hidden), ours.model.logits(hidden)

@@ -63,7 +63,14 @@ def saved(path: Path, *, whole: bool = False) -> Path:
 def loaded(path: Path, dtype: Any = "float32", kernels: Kernels = "native", **options: Any) -> HostRunner:
     options["kernels"] = kernels
     config = RunnerConfig(
-        str(path), device="cpu", dtype=dtype, page_size=PAGE, max_num_seqs=SLOTS, max_model_len=LEN, **options
+        str(path),
+        device="cpu",
+        dtype=dtype,
+        page_size=PAGE,
+        max_num_seqs=SLOTS,
+        max_model_len=LEN,
+        threads=1,
+        **options,
     )
     return load_on_host(config, lambda _: None)
 
