@@ -17,12 +17,10 @@ from itertools import accumulate
 from types import ModuleType
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
-from engine.runtime.step.batch import PackedBatch
 from engine.runtime.step.kv_cache import KVCache
-from engine.runtime.step.protocols import Ahead, AttentionSpec, Chunk, chunks_of, to_device
+from engine.runtime.step.protocols import Ahead, AttentionSpec, Chunk, DecodePages, PrefillPages, to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,25 +146,12 @@ class _Layers:
         return {"softmax_scale": self.spec.scale, "causal": True, "window_size": window_size}
 
 
-class FlashDecode:
+class FlashDecode(DecodePages):
     """The back end for rows of one token."""
 
     def __init__(self, cache: KVCache, spec: AttentionSpec, version: Version) -> None:
         self._layers = _Layers(cache, spec)
         self._version = version
-
-    @property
-    def together(self) -> Sequence[int]:
-        return ()
-
-    def prepare(self, batch: PackedBatch, tables: Tensor | None = None) -> FlashDecodeStep:
-        rows = batch.decode_rows
-        device = self._layers.cache.keys[0].device
-        lengths = to_device([row.end for row in batch.rows[:rows]], device)
-        return self.on_device(batch.page_tables[:rows].to(device) if tables is None else tables, lengths)
-
-    def plan(self, lengths: Sequence[int]) -> None:
-        """Do nothing: the kernel reads lengths and tables on the device."""
 
     def on_device(self, tables: Tensor, lengths: Tensor, ahead: Ahead | None = None) -> FlashDecodeStep:
         return FlashDecodeStep(self._layers, self._version, tables.int(), lengths)
@@ -185,20 +170,12 @@ class FlashDecodeStep:
         return self.version.decode(q[:, None], *pages, self.tables, self.lengths, **how)[:, 0]
 
 
-class FlashPrefill:
+class FlashPrefill(PrefillPages):
     """The back end for rows of several tokens, with a cached past or without."""
 
     def __init__(self, cache: KVCache, spec: AttentionSpec, version: Version) -> None:
         self._layers = _Layers(cache, spec)
         self._version = version
-
-    def warm_up(self, tokens_max: int, dtype: torch.dtype) -> None:
-        """Do nothing: one kernel serves all lengths."""
-
-    def prepare(self, batch: PackedBatch, tables: Tensor | None = None) -> FlashPrefillStep:
-        if tables is None:
-            tables = batch.page_tables[batch.decode_rows :].to(self._layers.cache.keys[0].device)
-        return self.of_chunks(chunks_of(batch), tables)
 
     def of_chunks(self, chunks: Sequence[Chunk], tables: Tensor) -> FlashPrefillStep:
         return FlashPrefillStep(self._layers, self._version, tables.int(), Ragged.of(chunks, tables))

@@ -59,11 +59,11 @@ from engine.runtime.step.batch import PackedBatch
 from engine.runtime.step.kv_cache import KVCache
 from engine.runtime.step.protocols import (
     Ahead,
-    Chunk,
     DecodePages,
     DecodeRows,
     PrefillPages,
     PrefillRows,
+    chunks_of,
     to_device,
 )
 from engine.runtime.step.states import States
@@ -475,10 +475,10 @@ class DeviceModel:
 
     def _attending(self, batch: PackedBatch) -> tuple[DecodeRows | None, PrefillRows | None]:
         """Attention of the rows of one token, and of those behind them."""
-        n = batch.decode_rows
+        n, rows = batch.decode_rows, batch.rows
         tables = batch.page_tables.to(self.decoder.device, non_blocking=True)
-        decode = self.decode.prepare(batch, tables[:n]) if n else None
-        return decode, self.prefill.prepare(batch, tables[n:]) if n < len(batch.rows) else None
+        decode = self.decode.prepare([row.end for row in rows[:n]], tables[:n]) if n else None
+        return decode, self.prefill.of_chunks(chunks_of(rows[n:]), tables[n:]) if n < len(rows) else None
 
     def verify(self, batch: DeviceBatch) -> Tensor:
         """`forward` of a batch in which rows verify drafts. What is for decodes computes their tokens, too,
@@ -496,8 +496,7 @@ class DeviceModel:
         decode = self.decode.on_device(batch.token_tables[:n], batch.stream_lengths, own)
         prefill = None
         if rows:
-            chunks = [Chunk(row.start, row.length, row.offset - n) for row in rows]
-            prefill = self.prefill.of_chunks(chunks, batch.page_tables[-len(rows) :])
+            prefill = self.prefill.of_chunks(chunks_of(rows), batch.page_tables[-len(rows) :])
         return self._forward(batch, n, decode, prefill, states)
 
     def _forward(
