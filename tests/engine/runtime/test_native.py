@@ -20,10 +20,9 @@ from torch import Tensor
 from engine.contract.messages import Plan, SamplingParams, SlotAssignment, Want
 from engine.runtime.collective.collective import ALONE
 from engine.runtime.host import host_shard as loading
-from engine.runtime.host.attention import BatchAttention
 from engine.runtime.host.exact_attention import ExactAttention
 from engine.runtime.host.model import PagedModel, TorchModel
-from engine.runtime.host.torch_paged import TorchDecode, TorchPrefill
+from engine.runtime.host.torch_paged import PagedAttention, Workspace
 from engine.runtime.load import load_runner
 from engine.runtime.models.spec import DecoderSpec, DeltaNet, Rope, Tempering, Yarn
 from engine.runtime.native import build
@@ -151,8 +150,8 @@ class Stage:
         if isa is None:
             spec = AttentionSpec.of(config)
             decoder = TorchDecoder(config, Weights(dtype))
-            decode, prefill = TorchDecode(cache, spec), TorchPrefill(cache, spec)
-            model = TorchModel(decoder, partial(BatchAttention, cache, decode=decode, prefill=prefill))
+            attend = partial(PagedAttention, cache, spec=spec, workspace=Workspace(dtype))
+            model = TorchModel(decoder, attend)
             if config.deltas:
                 states = States(StateGeometry.of(config, dtype), 10)
                 model = TorchModel(decoder, partial(ExactAttention, cache, spec=spec), states)

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from engine.contract.messages import Plan, SamplingParams, SlotAssignment, Want
 from engine.runtime.host import torch_paged
-from engine.runtime.host.attention import BatchAttention
-from engine.runtime.host.torch_paged import TorchDecode, TorchPrefill
+from engine.runtime.host.torch_paged import PagedAttention, Workspace
 from engine.runtime.step.batch import assemble
 from engine.runtime.step.kv_cache import KVCache, KVGeometry
 from engine.runtime.step.protocols import AttentionSpec
@@ -81,8 +80,8 @@ class Stage:
         starts, lengths = [s for s, _ in self.rows], [n for _, n in self.rows]
         n = len(self.rows)
         batch = assemble(Plan(0, [], [], [], list(range(n)), starts, lengths, [Want.NOTHING] * n), self.slots)
-        decode, prefill = TorchDecode(self.cache, self.spec), TorchPrefill(self.cache, self.spec)
-        return BatchAttention(self.cache, batch, decode, prefill)(0, self.q, self.k, self.v)
+        workspace = Workspace(self.cache.geometry.dtype)
+        return PagedAttention(self.cache, batch, self.spec, workspace)(0, self.q, self.k, self.v)
 
     def expected(self) -> Tensor:
         found, offset = [], 0
