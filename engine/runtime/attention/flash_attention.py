@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -51,83 +51,43 @@ class Ragged:
         )
 
 
-class Version(Protocol):
-    """The calls that differ between the versions. keys, values [pages, page_size, Hkv, D]; tables [R, P]
-    int32."""
+@dataclass(frozen=True, slots=True)
+class Version2:
+    """The calls of the package `flash_attn`. keys, values [pages, page_size, Hkv, D]; tables [R, P] int32."""
+
+    library: ModuleType
+    tables_name: ClassVar[str] = "block_table"
 
     def decode(
         self, q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, lengths: Tensor, **how: Any
     ) -> Tensor:
         """q [R, 1, H, D] -> the same shape."""
-        ...
+        how |= {self.tables_name: tables, "cache_seqlens": lengths}
+        out: Tensor = self.library.flash_attn_with_kvcache(q, keys, values, **how)
+        return out
 
     def prefill(
         self, q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, rows: Ragged, **how: Any
     ) -> Tensor:
         """q [T, H, D] -> the same shape."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Version2:
-    """The calls of the package `flash_attn`."""
-
-    library: ModuleType
-
-    def decode(
-        self, q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, lengths: Tensor, **how: Any
-    ) -> Tensor:
-        out: Tensor = self.library.flash_attn_with_kvcache(
-            q, keys, values, cache_seqlens=lengths, block_table=tables, **how
-        )
-        return out
-
-    def prefill(
-        self, q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, rows: Ragged, **how: Any
-    ) -> Tensor:
+        lengths = rows.q_starts, rows.k_starts, rows.q_len_max, rows.k_len_max
         out: Tensor = self.library.flash_attn_varlen_func(
-            q,
-            keys,
-            values,
-            rows.q_starts,
-            rows.k_starts,
-            rows.q_len_max,
-            rows.k_len_max,
-            block_table=tables,
-            **how,
+            q, keys, values, *lengths, block_table=tables, **how
         )
         return out
 
 
-@dataclass(frozen=True, slots=True)
-class Version3:
+class Version3(Version2):
     """The calls of the module `flash_attn_interface`. Its `flash_attn_varlen_func` takes no pages, but
     `flash_attn_with_kvcache` takes both kinds of rows."""
 
-    library: ModuleType
-
-    def decode(
-        self, q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, lengths: Tensor, **how: Any
-    ) -> Tensor:
-        out: Tensor = self.library.flash_attn_with_kvcache(
-            q, keys, values, cache_seqlens=lengths, page_table=tables, **how
-        )
-        return out
+    tables_name = "page_table"
 
     def prefill(
         self, q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, rows: Ragged, **how: Any
     ) -> Tensor:
-        out: Tensor = self.library.flash_attn_with_kvcache(
-            q,
-            keys,
-            values,
-            cache_seqlens=rows.lengths,
-            page_table=tables,
-            cu_seqlens_q=rows.q_starts,
-            max_seqlen_q=rows.q_len_max,
-            **how,
-        )
-        return out
+        how |= {"cu_seqlens_q": rows.q_starts, "max_seqlen_q": rows.q_len_max}
+        return self.decode(q, keys, values, tables, rows.lengths, **how)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +109,7 @@ class _Layers:
 class FlashDecode(DecodePages):
     """The back end for rows of one token."""
 
-    def __init__(self, cache: KVCache, spec: AttentionSpec, version: Version) -> None:
+    def __init__(self, cache: KVCache, spec: AttentionSpec, version: Version2) -> None:
         self._layers = _Layers(cache, spec)
         self._version = version
 
@@ -160,7 +120,7 @@ class FlashDecode(DecodePages):
 @dataclass(frozen=True, slots=True)
 class FlashDecodeStep:
     layers: _Layers
-    version: Version
+    version: Version2
     tables: Tensor
     lengths: Tensor
 
@@ -173,7 +133,7 @@ class FlashDecodeStep:
 class FlashPrefill(PrefillPages):
     """The back end for rows of several tokens, with a cached past or without."""
 
-    def __init__(self, cache: KVCache, spec: AttentionSpec, version: Version) -> None:
+    def __init__(self, cache: KVCache, spec: AttentionSpec, version: Version2) -> None:
         self._layers = _Layers(cache, spec)
         self._version = version
 
@@ -184,7 +144,7 @@ class FlashPrefill(PrefillPages):
 @dataclass(frozen=True, slots=True)
 class FlashPrefillStep:
     layers: _Layers
-    version: Version
+    version: Version2
     tables: Tensor
     rows: Ragged
 
