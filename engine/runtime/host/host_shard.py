@@ -37,7 +37,6 @@ from engine.runtime.start.starting import (
     load_pooler,
     read_model,
     set_threads,
-    start_alone,
     untimed_info,
 )
 from engine.runtime.step.kv_cache import (
@@ -55,11 +54,6 @@ from engine.runtime.step.result_tensors import GUESSES_MAX
 from engine.runtime.step.seats import HostSlots
 from engine.runtime.step.states import StateGeometry, States
 from engine.runtime.weights.checkpoint import WeightSource
-
-
-def load_on_host(config: RunnerConfig, progress: Progress) -> HostRunner:
-    """A warm runner on this machine's CPUs. Raises ModelError."""
-    return start_alone(config, lambda: load_shard(config, progress), progress)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from engine.core.scheduler import Scheduler
 from engine.core.scheduler_config import SchedulerConfig
 from engine.core.sequence import Sequence
 from engine.runtime.host.host_runner import HostRunner
-from engine.runtime.host.host_shard import load_on_host
+from engine.runtime.load import load_runner
 from engine.runtime.models.decoder_config import parse_model_config
 from engine.runtime.setup.model_errors import DoesNotFit, UnsupportedModel
 from engine.runtime.setup.runner_config import Kernels, RunnerConfig
@@ -65,7 +65,9 @@ def loaded(path: Path, dtype: Any = "float32", kernels: Kernels = "native", **op
     config = RunnerConfig(
         str(path), device="cpu", dtype=dtype, page_size=PAGE, max_num_seqs=SLOTS, max_model_len=LEN, **options
     )
-    return load_on_host(config, lambda _: None)
+    runner = load_runner(config, lambda _: None)
+    assert isinstance(runner, HostRunner)
+    return runner
 
 
 @pytest.fixture(scope="module")
