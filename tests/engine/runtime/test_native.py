@@ -30,7 +30,7 @@ from engine.runtime.native.decoder import NativeDecoder, Shape, Step, built_isas
 from engine.runtime.reference.torch_decoder import TorchDecoder
 from engine.runtime.setup.model_errors import BadRunnerConfig
 from engine.runtime.setup.runner_config import RunnerConfig
-from engine.runtime.step.batch import assemble
+from engine.runtime.step.batch import PackedBatch
 from engine.runtime.step.kv_cache import KVCache, KVGeometry
 from engine.runtime.step.protocols import AttentionSpec
 from engine.runtime.step.seats import HostSlots
@@ -174,7 +174,9 @@ class Stage:
     def step(self, rows: Sequence[tuple[int, int, int]]) -> list[Tensor]:
         """(slot, start, length) -> hidden states [length, hidden] of each row."""
         slots, starts, lengths = (list(column) for column in zip(*rows, strict=True))
-        batch = assemble(Plan(0, [], [], [], slots, starts, lengths, [Want.NOTHING] * len(rows)), self.slots)
+        batch = PackedBatch.of(
+            Plan(0, [], [], [], slots, starts, lengths, [Want.NOTHING] * len(rows)), self.slots
+        )
         hidden = self.model.forward(batch)
         return list(hidden.split([length for _, _, length in rows]))
 

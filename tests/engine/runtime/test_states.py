@@ -27,7 +27,7 @@ from engine.runtime.load import load_runner
 from engine.runtime.models.decoder_config import parse_model_config
 from engine.runtime.setup.model_errors import DoesNotFit, UnsupportedModel
 from engine.runtime.setup.runner_config import Kernels, RunnerConfig
-from engine.runtime.step.batch import assemble
+from engine.runtime.step.batch import PackedBatch
 from tests import effort
 from tests.bench.engine.core_window import draft_by
 from tests.core_laws import check
@@ -96,7 +96,7 @@ class Rows:
         """The hidden states of rows (slot, position, length)."""
         slots, positions, lengths = map(list, zip(*rows, strict=True))
         plan = Plan(0, [], [], [], slots, positions, lengths, [Want.NOTHING] * len(rows))
-        hidden = self.runner.model.forward(assemble(plan, self.runner.slots))
+        hidden = self.runner.model.forward(PackedBatch.of(plan, self.runner.slots))
         logits = self.runner.model.logits(hidden)
         return list(torch.cat((hidden.float(), logits), dim=1).split(lengths))
 

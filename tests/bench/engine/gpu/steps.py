@@ -116,10 +116,10 @@ class Bench:
         drafted = Drafted(before, [drafts - at for at in before], [-1] * len(before))
         rows = [slot for slot in slots for _ in range(tokens)], [context - drafts + at for at in before]
         with ThreadPoolExecutor(usable_cores()) as workers, compiling_in(workers, CUDA):
-            graphs.eager(*rows, drafted)
+            graphs.run(*rows, drafted)
         graphs.capture(CudaGraphDevice(), lambda *_: None)
-        assert (graphs.replay(*rows, drafted)[0] >= 0).all(), "logits are not finite"
-        ms = span_ms(lambda: graphs.replay(*rows, drafted))
+        assert (graphs.run(*rows, drafted)[0] >= 0).all(), "logits are not finite"
+        ms = span_ms(lambda: graphs.run(*rows, drafted))
         found = self._shares(ms, batch, context, torch.bfloat16, tokens)
         return found | {"drafts": drafts, "together": together}
 
@@ -128,7 +128,7 @@ class Bench:
         step = replace(self._step(batch, context, torch.bfloat16), launches_dependently=dependently)
         _compile(step, batch, context)
         graphs = _captured(step, batch)
-        return partial(graphs.replay, list(range(batch)), [context] * batch)
+        return partial(graphs.run, list(range(batch)), [context] * batch)
 
     def choices(self, batch: int) -> dict[str, str]:
         """The kernels that were chosen for each product at this batch."""
@@ -217,16 +217,16 @@ def _captured(step: DecodeStep, batch: int) -> Graphs:
 def _replayed(graphs: Graphs, batch: int, context: int) -> tuple[float, tuple[Tensor, ...]]:
     """The time of a step, ms, and its results."""
     slots, lengths = list(range(batch)), [context] * batch
-    found = graphs.replay(slots, lengths)
+    found = graphs.run(slots, lengths)
     assert (found[0] >= 0).all(), "logits are not finite"
-    ms = span_ms(lambda: graphs.replay(slots, lengths))
+    ms = span_ms(lambda: graphs.run(slots, lengths))
     return ms, tuple(tensor.clone() for tensor in found)
 
 
 def _compile(step: DecodeStep, batch: int, context: int) -> None:
     """Compile a step's kernels by all cores."""
     with ThreadPoolExecutor(usable_cores()) as workers, compiling_in(workers, CUDA):
-        DecodeGraphs(step, [batch], batch, CUDA).eager(list(range(batch)), [context] * batch)
+        DecodeGraphs(step, [batch], batch, CUDA).run(list(range(batch)), [context] * batch)
 
 
 def fitting_context(config: DecoderSpec, batch: int, context: int) -> int:

@@ -164,7 +164,7 @@ def test_decode_steps_from_the_device_go_on_where_the_runner_stopped(
     step = DecodeStep(model.decoder, kept, sampling, scratch)
     graphs = DecodeGraphs(step, batch_buckets(4), padding, CPU)
     lengths = [len(life.tokens) for life in lives]
-    found = [graphs.eager([0, 1, 2], [length + i for length in lengths])[0][:3].tolist() for i in range(3)]
+    found = [graphs.run([0, 1, 2], [length + i for length in lengths])[0][:3].tolist() for i in range(3)]
 
     whole = Driver(runner_for(path))
     expected = [

@@ -12,7 +12,7 @@ from torch import Tensor
 from engine.contract.messages import Plan, SamplingParams, SlotAssignment, Want
 from engine.runtime.host import torch_paged
 from engine.runtime.host.torch_paged import PagedAttention, Workspace
-from engine.runtime.step.batch import assemble
+from engine.runtime.step.batch import PackedBatch
 from engine.runtime.step.kv_cache import KVCache, KVGeometry
 from engine.runtime.step.protocols import AttentionSpec
 from engine.runtime.step.seats import HostSlots
@@ -75,11 +75,13 @@ class Stage:
         self.slots.apply(Plan(0, [], seated, list(enumerate(self.owned)), [], [], [], []))
         for i, (k, v) in enumerate(self.past):
             if len(k):
-                batch = assemble(Plan(0, [], [], [], [i], [0], [len(k)], [Want.NOTHING]), self.slots)
+                batch = PackedBatch.of(Plan(0, [], [], [], [i], [0], [len(k)], [Want.NOTHING]), self.slots)
                 self.cache.write(0, k, v, batch.places)
         starts, lengths = [s for s, _ in self.rows], [n for _, n in self.rows]
         n = len(self.rows)
-        batch = assemble(Plan(0, [], [], [], list(range(n)), starts, lengths, [Want.NOTHING] * n), self.slots)
+        batch = PackedBatch.of(
+            Plan(0, [], [], [], list(range(n)), starts, lengths, [Want.NOTHING] * n), self.slots
+        )
         workspace = Workspace(self.cache.geometry.dtype)
         return PagedAttention(self.cache, batch, self.spec, workspace)(0, self.q, self.k, self.v)
 
