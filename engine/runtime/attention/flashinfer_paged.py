@@ -261,47 +261,36 @@ class TrtllmDecode(DecodePages):
     def __init__(
         self, library: ModuleType, cache: KVCache, spec: AttentionSpec, workspace: Tensor, *, length_max: int
     ) -> None:
-        self._decode = library.trtllm_batch_decode_with_kv_cache
-        self._cache = cache
-        self._spec = spec
-        self._workspace = workspace
-        self._length_max = length_max
+        self.decode: Final[Callable[..., Tensor]] = library.trtllm_batch_decode_with_kv_cache
+        self.cache: Final = cache
+        self.spec: Final = spec
+        self.workspace: Final = workspace
+        self.length_max: Final = length_max
 
     def on_device(self, tables: Tensor, lengths: Tensor, ahead: Ahead | None = None) -> TrtllmStep:
-        return TrtllmStep(
-            self._decode,
-            self._cache,
-            self._spec,
-            self._workspace,
-            tables.int().contiguous(),
-            lengths,
-            self._length_max,
-        )
+        return TrtllmStep(self, tables.int().contiguous(), lengths)
 
 
 @dataclass(frozen=True, slots=True)
 class TrtllmStep:
-    decode: Callable[..., Tensor]
-    cache: KVCache
-    spec: AttentionSpec
-    workspace: Tensor
+    back_end: TrtllmDecode
     tables: Tensor
     lengths: Tensor
-    length_max: int
 
     def __call__(self, layer: int, q: Tensor) -> Tensor:
         """q [R, H, D] -> the same shape."""
-        k_scale, v_scale = self.cache.scales[layer]
-        return self.decode(
+        own = self.back_end
+        k_scale, v_scale = own.cache.scales[layer]
+        return own.decode(
             query=q.contiguous(),
-            kv_cache=(self.cache.keys[layer], self.cache.values[layer]),
-            workspace_buffer=self.workspace,
+            kv_cache=(own.cache.keys[layer], own.cache.values[layer]),
+            workspace_buffer=own.workspace,
             block_tables=self.tables,
             seq_lens=self.lengths,
-            max_seq_len=self.length_max,
-            bmm1_scale=self.spec.scale * k_scale,
+            max_seq_len=own.length_max,
+            bmm1_scale=own.spec.scale * k_scale,
             bmm2_scale=v_scale,
-            window_left=_window_left(self.spec.windows[layer]),
+            window_left=_window_left(own.spec.windows[layer]),
             kv_layout=LAYOUT,
         )
 

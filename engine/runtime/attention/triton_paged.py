@@ -69,47 +69,32 @@ class TritonDecode(DecodePages):
         self.spec: Final = spec
         device, stored = cache.keys[0].device, cache.geometry.dtype
         self.dtype: Final = dtype or (torch.bfloat16 if stored == torch.float8_e4m3fn else stored)
-        self._tile = tile_tokens(cache.geometry.page_size, spec.head_dim, self.dtype)
+        self.tile: Final = tile_tokens(cache.geometry.page_size, spec.head_dim, self.dtype)
         self.together = query_counts(spec.heads // spec.kv_heads, spec.head_dim, together_max)
         self._programs_of = partial(programs_of, multiprocessors, stored)
         self._programs = self._programs_of()
-        self._work = {window: DecodeWork.empty(self._programs, device) for window in set(spec.windows)}
+        self.work: Final = {window: DecodeWork.empty(self._programs, device) for window in set(spec.windows)}
         heads = spec.heads, spec.kv_heads, spec.head_dim
         most = max(self.together, default=1)
-        self._scratch = DecodeScratch.empty(self._programs, rows_max, *heads, device, most)
+        self.scratch: Final = DecodeScratch.empty(self._programs, rows_max, *heads, device, most)
 
     def on_device(self, tables: Tensor, lengths: Tensor, ahead: Ahead | None = None) -> TritonDecodeStep:
         behind, queries, programs = None, 1, self._programs
         if ahead is not None and self.together:
             behind, queries = ahead.behind, next(count for count in self.together if count >= ahead.most)
             programs = self._programs_of(queries * self.spec.heads // self.spec.kv_heads)
-        for window, work in self._work.items():
-            own = self.spec.kv_heads, window, self._tile, work
+        for window, work in self.work.items():
+            own = self.spec.kv_heads, window, self.tile, work
             list_work(lengths, *own, programs=programs, behind=behind)
-        return TritonDecodeStep(
-            self.cache,
-            self.spec,
-            self._work,
-            self._scratch,
-            tables,
-            lengths,
-            programs,
-            self._tile,
-            behind,
-            queries,
-        )
+        return TritonDecodeStep(self, tables, lengths, programs, behind, queries)
 
 
 @dataclass(frozen=True, slots=True)
 class TritonDecodeStep:
-    cache: KVCache
-    spec: AttentionSpec
-    work: Mapping[int | None, DecodeWork]
-    scratch: DecodeScratch
+    back_end: TritonDecode
     tables: Tensor
     lengths: Tensor
     programs: int
-    tile: int
     behind: Tensor | None = None
     """The tokens of the same row behind each; None: each is a row."""
     queries: int = 1
@@ -117,20 +102,21 @@ class TritonDecodeStep:
 
     def __call__(self, layer: int, q: Tensor) -> Tensor:
         """q [R, H, D] -> the same shape."""
-        window = self.spec.windows[layer]
+        own = self.back_end
+        window = own.spec.windows[layer]
         return paged_decode(
             q,
-            self.cache.keys[layer],
-            self.cache.values[layer],
+            own.cache.keys[layer],
+            own.cache.values[layer],
             self.tables,
             self.lengths,
-            self.work[window],
-            self.scratch,
-            scale=self.spec.scale,
+            own.work[window],
+            own.scratch,
+            scale=own.spec.scale,
             window=window,
-            kv_scales=self.cache.scales[layer],
+            kv_scales=own.cache.scales[layer],
             programs=self.programs,
-            tile=self.tile,
+            tile=own.tile,
             behind=self.behind,
             queries=self.queries,
         )
