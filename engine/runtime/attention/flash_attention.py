@@ -19,8 +19,9 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from engine.runtime.step.batch import Row
 from engine.runtime.step.kv_cache import KVCache
-from engine.runtime.step.protocols import Ahead, AttentionSpec, Chunk, DecodePages, PrefillPages, to_device
+from engine.runtime.step.protocols import Ahead, AttentionSpec, DecodePages, PrefillPages, to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,7 @@ class Ragged:
     k_len_max: int
 
     @staticmethod
-    def of(chunks: Sequence[Chunk], tables: Tensor) -> Ragged:
+    def of(chunks: Sequence[Row], tables: Tensor) -> Ragged:
         """The lengths of chunks that follow each other without gaps."""
         q_starts = list(accumulate((chunk.length for chunk in chunks), initial=0))
         assert [chunk.offset for chunk in chunks] == q_starts[:-1]
@@ -137,7 +138,7 @@ class FlashPrefill(PrefillPages):
         self._layers = _Layers(cache, spec)
         self._version = version
 
-    def of_chunks(self, chunks: Sequence[Chunk], tables: Tensor) -> FlashPrefillStep:
+    def of_chunks(self, chunks: Sequence[Row], tables: Tensor) -> FlashPrefillStep:
         return FlashPrefillStep(self._layers, self._version, tables.int(), Ragged.of(chunks, tables))
 
 

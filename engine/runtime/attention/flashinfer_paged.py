@@ -28,8 +28,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from engine.runtime.step.batch import Row
 from engine.runtime.step.kv_cache import KVCache
-from engine.runtime.step.protocols import Ahead, AttentionSpec, Chunk, DecodePages, PrefillPages, to_device
+from engine.runtime.step.protocols import Ahead, AttentionSpec, DecodePages, PrefillPages, to_device
 
 WORKSPACE_BYTES: Final = 128 << 20
 """The size of a workspace that FlashInfer's documentation asks for."""
@@ -148,7 +149,7 @@ class FlashInferPrefill(PrefillPages):
         self._wrappers = {window: wrapper(workspace, LAYOUT) for window in self._setting.windows}
         self._turn = _Turn(workspace.device)
 
-    def of_chunks(self, chunks: Sequence[Chunk], tables: Tensor) -> PlannedStep:
+    def of_chunks(self, chunks: Sequence[Row], tables: Tensor) -> PlannedStep:
         """Bind a step, which has to be launched in full before the next is prepared: a wrapper holds one
         plan."""
         starts = list(accumulate((chunk.length for chunk in chunks), initial=0))

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from engine.runtime.step.batch import Row
 from engine.runtime.step.kv_cache import KVCache
-from engine.runtime.step.protocols import Ahead, AttentionSpec, Chunk, DecodePages, PrefillPages
+from engine.runtime.step.protocols import Ahead, AttentionSpec, DecodePages, PrefillPages
 from engine.runtime.weights.fp8 import taken
 
 
@@ -48,7 +49,7 @@ class ReferencePrefill(PrefillPages):
     cache: KVCache
     spec: AttentionSpec
 
-    def of_chunks(self, chunks: Sequence[Chunk], tables: Tensor) -> ReferencePrefillStep:
+    def of_chunks(self, chunks: Sequence[Row], tables: Tensor) -> ReferencePrefillStep:
         return ReferencePrefillStep(self.cache, self.spec, chunks, tables.long())
 
 
@@ -56,7 +57,7 @@ class ReferencePrefill(PrefillPages):
 class ReferencePrefillStep:
     cache: KVCache
     spec: AttentionSpec
-    chunks: Sequence[Chunk]
+    chunks: Sequence[Row]
     tables: Tensor
 
     def __call__(self, layer: int, q: Tensor) -> Tensor:

@@ -27,11 +27,11 @@ from engine.runtime.kernels.decode_attention import (
     tile_tokens,
 )
 from engine.runtime.kernels.prefill_attention import paged_prefill, tile_list
+from engine.runtime.step.batch import Row
 from engine.runtime.step.kv_cache import KVCache
 from engine.runtime.step.protocols import (
     Ahead,
     AttentionSpec,
-    Chunk,
     DecodePages,
     PrefillPages,
     PrefillRows,
@@ -129,7 +129,7 @@ class TritonPrefill(PrefillPages):
         self._cache = cache
         self._spec = spec
 
-    def of_chunks(self, chunks: Sequence[Chunk], tables: Tensor) -> TritonPrefillStep:
+    def of_chunks(self, chunks: Sequence[Row], tables: Tensor) -> TritonPrefillStep:
         """tables [R, P], a row per chunk, on the device."""
         device, group = tables.device, self._spec.heads // self._spec.kv_heads
         tiles = {
@@ -208,7 +208,7 @@ class LibraryPrefill(PrefillPages):
             k, v = torch.zeros(2, spec.kv_heads, length, spec.head_dim, dtype=dtype, device=device)
             self._library(q.transpose(0, 1), k, v, self._spec.scale)
 
-    def of_chunks(self, chunks: Sequence[Chunk], tables: Tensor) -> PrefillRows:
+    def of_chunks(self, chunks: Sequence[Row], tables: Tensor) -> PrefillRows:
         """tables [R, P], a row per chunk, on the device."""
         whole = self._triton.of_chunks(chunks, tables)
         fresh = [i for i, chunk in enumerate(chunks) if chunk.start == 0 and chunk.length >= FRESH_TOKENS_MIN]
@@ -228,7 +228,7 @@ class LibraryPrefillStep:
     cache: KVCache
     spec: AttentionSpec
     library: PromptAttention
-    fresh: Sequence[tuple[Chunk, Tensor]]
+    fresh: Sequence[tuple[Row, Tensor]]
     """The chunks that the library computes, each with its page table [P]."""
     rest: TritonPrefillStep | None
     whole: TritonPrefillStep

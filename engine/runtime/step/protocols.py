@@ -79,23 +79,9 @@ class DecodeRows(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """The tokens that a step computes of one row: `length` from position `start`, at `offset` of the packed
-    ones."""
-
-    start: int
-    length: int
-    offset: int
-
-    @property
-    def end(self) -> int:
-        return self.start + self.length
-
-
-def chunks_of(rows: Sequence[Row]) -> list[Chunk]:
+def chunks_of(rows: Sequence[Row]) -> list[Row]:
     """The rows, which follow each other, with offsets from the first of them."""
-    return [Chunk(row.start, row.length, row.offset - rows[0].offset) for row in rows]
+    return [Row(row.slot, row.start, row.length, row.offset - rows[0].offset) for row in rows]
 
 
 def to_device(
@@ -122,7 +108,7 @@ class PrefillPages(Protocol):
         nothing, where the kernels are the same for all lengths."""
         return
 
-    def of_chunks(self, chunks: Sequence[Chunk], tables: Tensor) -> PrefillRows:
+    def of_chunks(self, chunks: Sequence[Row], tables: Tensor) -> PrefillRows:
         """tables [R, P], a row per chunk, on the device."""
         ...
 

@@ -19,7 +19,7 @@ from engine.runtime.attention.flashinfer_paged import FlashInferDecode, workspac
 from engine.runtime.setup.backends import Backend, BackendChoice, Chosen
 from engine.runtime.step.batch import Row
 from engine.runtime.step.kv_cache import KVCache, KVGeometry
-from engine.runtime.step.protocols import AttentionSpec, Chunk, DecodePages, PrefillPages, chunks_of
+from engine.runtime.step.protocols import AttentionSpec, DecodePages, PrefillPages, chunks_of
 from tests.engine.runtime import attention_libraries as libraries
 from tests.engine.runtime.kernels.cases import PagedCase, Shape, paged_case
 
@@ -101,7 +101,7 @@ def test_prefill(backend: Backend) -> None:
     case = paged_case(Shape(2, 2, 64, page_size), CHUNKS, CONTEXTS, dtype=HALF)
     prefill = back_ends(cache_of(case), case.shape, Chosen(Backend.TORCH), Chosen(backend, library))[1]
     offsets = accumulate(CHUNKS, initial=0)
-    chunks = [Chunk(end - n, n, offset) for n, end, offset in zip(CHUNKS, CONTEXTS, offsets, strict=False)]
+    chunks = [Row(0, end - n, n, offset) for n, end, offset in zip(CHUNKS, CONTEXTS, offsets, strict=False)]
     step = prefill.of_chunks(chunks, case.tables)
     close(step(0, case.q), case.expected(None))
     close(step(1, case.q), case.expected(WINDOW))
@@ -129,7 +129,7 @@ def test_an_fp8_cache_under_flashinfers_prefill() -> None:
     cache = cache_of(case, (0.5, 3.0))
     chosen = Chosen(Backend.FLASHINFER, libraries.FLASHINFER)
     prefill = back_ends(cache, case.shape, Chosen(Backend.TORCH), chosen)[1]
-    found = prefill.of_chunks([Chunk(60, 40, 0), Chunk(0, 3, 40)], case.tables)(0, case.q)
+    found = prefill.of_chunks([Row(0, 60, 40, 0), Row(0, 0, 3, 40)], case.tables)(0, case.q)
     close(found / 3, case.expected(None) / 3)
 
 

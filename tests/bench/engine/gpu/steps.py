@@ -38,7 +38,7 @@ from engine.runtime.reference.delta_net import StepStates
 from engine.runtime.setup.hardware import usable_cores
 from engine.runtime.step.batch import Row
 from engine.runtime.step.kv_cache import KVCache, KVGeometry
-from engine.runtime.step.protocols import AttentionSpec, Chunk
+from engine.runtime.step.protocols import AttentionSpec
 from engine.runtime.step.states import StateGeometry, States
 from tests.bench.engine.gpu.measuring import check, graph_ms, span_ms
 from tests.bench.engine.gpu.results import floors, write
@@ -190,7 +190,7 @@ class Bench:
         pages = tables[0].long()[positions // PAGE]
         token_ids = torch.randint(config.vocab_size, (length,), device=CUDA)
         step = StepTokens(token_ids, positions, pages, positions % PAGE)
-        attend = backend(cache, self.spec).of_chunks([Chunk(0, length, 0)], tables)
+        attend = backend(cache, self.spec).of_chunks([Row(0, 0, length, 0)], tables)
         kept, none = self._states(1), torch.zeros(0, dtype=torch.int32, device=CUDA)
         states = None if kept is None else StepStates(kept, [Row(0, 0, length, 0)], 0, none, none)
 
