@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import math
+import secrets
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, TypeVar
 
-from engine.api.answer.encoder import Repeated
+from engine.api.answer.encoder import Heading, Repeated
 from engine.api.answer.exchange import EngineExchange
 from engine.api.answer.rows import Echo
 from engine.api.answer.table import ANSWERS, AnswerApi
@@ -153,19 +154,14 @@ class CheckedRequest:
     """A request that may be submitted. It holds nothing of the body."""
 
     api: AnswerApi
-    model: str
+    heading: Heading
     streams: bool
     keeps_text: bool
     """True if the answer's text is held to its end."""
     n: int
-    sends_usage: bool
-    sends_token_ids: bool
-    logprobs: int | None
     stop_strings: Sequence[str]
     stop_ids: frozenset[int]
     form: AnswerForm
-    sends_reasoning: bool
-    hides_reasoning: bool
     stop_tokens: Mapping[int, str]
     is_cut_by_context: bool
     share: Share
@@ -231,18 +227,13 @@ async def ask(
     repeated = None if api.repeats is None else api.repeats(request, parsed.fields)
     return CheckedRequest(
         api=api,
-        model=request.model,
+        heading=_heading(state, request, api.id_prefix),
         streams=bool(request.stream),
         keeps_text=request.keeps_answer or not request.stream,
         n=request.n or 1,
-        sends_usage=request.include_usage,
-        sends_token_ids=bool(request.return_token_ids),
-        logprobs=request.logprobs_asked,
         stop_strings=request.stop_strings,
         stop_ids=stops,
         form=form,
-        sends_reasoning=request.shows_reasoning,
-        hides_reasoning=request.hides_reasoning,
         stop_tokens=stop_tokens(request, model.special_ids),
         is_cut_by_context=choices[0].sampling.max_tokens < (request.output_tokens_max or 0),
         share=_share(exchange, request),
@@ -254,6 +245,20 @@ async def ask(
         in_base64=isinstance(request, EmbeddingsRequest) and request.encoding_format == "base64",
         prediction=prediction,
         answer_len=_held_len(request, choices, branches, repeated) + form.held_len + len(prediction or b""),
+    )
+
+
+def _heading(state: EngineState, request: GenerationRequest, id_prefix: str) -> Heading:
+    return Heading(
+        id=id_prefix + secrets.token_hex(12),
+        created=int(state.clock.wall()),
+        model=request.model,
+        system_fingerprint=state.fingerprint(),
+        sends_usage=request.include_usage,
+        sends_token_ids=bool(request.return_token_ids),
+        logprobs=request.logprobs_asked,
+        sends_reasoning=request.shows_reasoning,
+        hides_reasoning=request.hides_reasoning,
     )
 
 

@@ -27,7 +27,6 @@ Rules
 from __future__ import annotations
 
 import asyncio
-import secrets
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -37,7 +36,7 @@ from typing import Final
 from msgspec import UNSET, UnsetType
 
 from engine.api.answer.detokenizer import Detokenizer, PartsDetokenizer
-from engine.api.answer.encoder import Answered, AnswerEncoder, Heading
+from engine.api.answer.encoder import Answered, AnswerEncoder
 from engine.api.answer.exchange import SLOW_S, WRITE_LEN, EngineExchange, Tally
 from engine.api.answer.outputs import ChoiceOutput, Delta, RequestOutput
 from engine.api.answer.stop_strings import StopStrings
@@ -161,7 +160,7 @@ class Generation:
         self._encoder = self._make_encoder(asked, model)
         if asked.api.failing is not None:
             exchange.failing = asked.api.failing(self._encoder)
-        self._awaits_scores = asked.echoes is not None and asked.logprobs is not None
+        self._awaits_scores = asked.echoes is not None and asked.heading.logprobs is not None
         self._handles: list[int] = []
         self._is_settled = False
 
@@ -543,7 +542,7 @@ class Generation:
             self._output,
             detokenizer,
             stop_token_ids=asked.stop_ids,
-            keeps_entries=asked.sends_token_ids or asked.logprobs is not None,
+            keeps_entries=asked.heading.sends_token_ids or asked.heading.logprobs is not None,
             tells_calls=reading is not None and reading.tells_calls,
             submitted_at=self._state.clock.monotonic(),
             steps=core.steps,
@@ -561,32 +560,22 @@ class Generation:
         return parts
 
     def _make_encoder(self, asked: CheckedRequest, model: ServedModel) -> AnswerEncoder:
-        heading = Heading(
-            id=asked.api.id_prefix + secrets.token_hex(12),
-            created=int(self._state.clock.wall()),
-            model=asked.model,
-            system_fingerprint=self._state.fingerprint(),
-            sends_usage=asked.sends_usage,
-            sends_token_ids=asked.sends_token_ids,
-            logprobs=asked.logprobs,
-            sends_reasoning=asked.sends_reasoning,
-            hides_reasoning=asked.hides_reasoning,
-        )
-        prompts = [choice.prompt_ids for choice in asked.choices] if asked.sends_token_ids else []
+        prompts = [choice.prompt_ids for choice in asked.choices] if asked.heading.sends_token_ids else []
         scored = [self._outputs[index - index % asked.n] for index in range(len(asked.choices))]
         echoes = [asked.echoes[choice.prompt_index] if asked.echoes else None for choice in asked.choices]
-        answered = Answered(scored, prompts, echoes, asked.stop_tokens, asked.is_cut_by_context)
-        if asked.choices[0].sampling.vector_len:
-            answered = replace(answered, in_base64=asked.in_base64)
-        if asked.repeated is not None:
-            answered = replace(
-                answered,
-                sampling=asked.choices[0].sampling,
-                service_class=asked.share.service_class,
-                repeated=asked.repeated,
-                wall=self._state.clock.wall,
-            )
-        return asked.api.encoder(heading, model.tokenizer, answered)
+        answered = Answered(
+            scored,
+            prompts,
+            echoes,
+            asked.stop_tokens,
+            asked.is_cut_by_context,
+            asked.choices[0].sampling,
+            asked.share.service_class,
+            asked.repeated,
+            asked.in_base64,
+            self._state.clock.wall,
+        )
+        return asked.api.encoder(asked.heading, model.tokenizer, answered)
 
 
 _STAGES = ("queue", "prefill", "preempted", "decode", "stalled")
