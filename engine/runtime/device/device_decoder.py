@@ -571,10 +571,8 @@ class DecodeStep:
     """A whole decode step: one token for each of some slots, from the device's tables by slot, and one behind
     each of their drafts."""
 
-    decoder: DeviceNetwork
     kept: StepTables
-    sampling: DeviceSampling
-    scratch: SamplingScratch
+    sampler: DeviceSampler
     launches_dependently: bool = False
     """True if each kernel may start while the one before it ends (`kernels/dependent_launch.py`)."""
     hidden: Tensor | None = None
@@ -583,12 +581,10 @@ class DecodeStep:
     def __call__(self, inputs: DecodeInputs) -> tuple[Tensor, Tensor]:
         """The rows' tokens and log-probabilities, [rows] each, as `DeviceSampler` gives them."""
         with dependent_launches(self.launches_dependently):
-            stream = self.decoder.decode(inputs, self.kept)
-            sampler = DeviceSampler(
-                self.decoder, self.kept.tokens, self.sampling, self.scratch, self.kept.states
-            )
+            decoder = self.sampler.decoder
+            stream = decoder.decode(inputs, self.kept)
             if self.hidden is not None:
-                assert isinstance(self.decoder, DeviceDecoder)
+                assert isinstance(decoder, DeviceDecoder)
                 assert isinstance(stream, ResidualStream)
-                stream = self.hidden[: len(inputs.slots)].copy_(self.decoder.normed(stream))
-            return sampler(stream, inputs.slots, inputs.lengths, inputs.ahead)
+                stream = self.hidden[: len(inputs.slots)].copy_(decoder.normed(stream))
+            return self.sampler(stream, inputs.slots, inputs.lengths, inputs.ahead)

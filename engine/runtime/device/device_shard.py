@@ -363,7 +363,8 @@ class DeviceShard:
             hidden = torch.empty(sampled, model.hidden_size, dtype=decoder.dtype, device=device)
             mtp = self._bound_mtp(self.mtp, cache, slots, scratch)
         kept = StepTables(slots.tokens, slots.page_table, cache, decode, states)
-        step = DecodeStep(decoder, kept, slots.sampling, scratch, hidden=hidden)
+        sampler = DeviceSampler(decoder, slots.tokens, slots.sampling, scratch, states)
+        step = DecodeStep(kept, sampler, hidden=hidden)
         rows_max = min(info.slots, GRAPH_ROWS_MAX)
         whole = DeviceModel(decoder, cache, decode, prefill, states)
         buckets = self._verify_buckets(info.drafts_together)
@@ -374,7 +375,7 @@ class DeviceShard:
             cache=cache,
             host=HostPages(cache, info.host_pages),
             slots=slots,
-            sampler=DeviceSampler(decoder, slots.tokens, slots.sampling, scratch, states),
+            sampler=sampler,
             steps=self._graphs(step, slots, batch_buckets(rows_max), verified=verified),
             pooler=self.pooler,
             mtp=mtp,

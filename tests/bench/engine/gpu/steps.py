@@ -20,7 +20,13 @@ from torch import Tensor
 
 from engine.contract.messages import SamplingParams
 from engine.runtime.attention.triton_paged import LibraryPrefill, TritonDecode, TritonPrefill
-from engine.runtime.device.device_decoder import DecodeStep, DeviceDecoder, StepTables, StepTokens
+from engine.runtime.device.device_decoder import (
+    DecodeStep,
+    DeviceDecoder,
+    DeviceSampler,
+    StepTables,
+    StepTokens,
+)
 from engine.runtime.device.device_sampling import DeviceSampling, SamplingScratch, sample
 from engine.runtime.device.device_shard import DRAFTS_MAX, OVERLAP_CAPABILITY
 from engine.runtime.device.graphs import CudaGraphDevice, DecodeGraphs, Drafted, StepShape
@@ -168,7 +174,7 @@ class Bench:
         sampling.seat_all(range(batch), asked, [context + 1] * batch)
         scratch = SamplingScratch.empty(batch * each, config.vocab_size, self.decoder.dtype, CUDA)
         kept = StepTables(tokens, table, cache, attention, self._states(batch + 1, batch * (each - 1)))
-        return DecodeStep(self.decoder, kept, sampling, scratch)
+        return DecodeStep(kept, DeviceSampler(self.decoder, kept.tokens, sampling, scratch, kept.states))
 
     def _states(self, slots: int, windows: int = 0) -> States | None:
         geometry = StateGeometry.of(self.config, self.decoder.dtype)

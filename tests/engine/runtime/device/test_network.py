@@ -14,6 +14,7 @@ from engine.runtime.device.device_decoder import (
     DecodeStep,
     DeviceDecoder,
     DeviceModel,
+    DeviceSampler,
     StepTables,
     StepTokens,
 )
@@ -161,7 +162,7 @@ def test_decode_steps_from_the_device_go_on_where_the_runner_stopped(
     if tiles:
         model.decoder.table = all_by_tiles(model.decoder.linears)
     kept = StepTables(tokens, table, runner.cache, model.decode)
-    step = DecodeStep(model.decoder, kept, sampling, scratch)
+    step = DecodeStep(kept, DeviceSampler(model.decoder, kept.tokens, sampling, scratch, kept.states))
     graphs = DecodeGraphs(step, batch_buckets(4), padding, CPU)
     lengths = [len(life.tokens) for life in lives]
     found = [graphs.run([0, 1, 2], [length + i for length in lengths])[0][:3].tolist() for i in range(3)]
