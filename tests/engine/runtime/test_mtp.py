@@ -215,7 +215,7 @@ class Silent(NGramDrafts):
         super().__init__(2, ())
 
     def look(self, tokens: array[int], most: int, read_max: int) -> None:
-        self.has_read = True
+        return None
 
 
 def agreeing(
