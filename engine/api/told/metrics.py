@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -53,7 +54,7 @@ class EngineMetrics:
         """`step_tokens_max` is the budget of one step. With `vllm` the figures have vLLM's names, too."""
         self._step_tokens_max = step_tokens_max
         self._vllm_names = vllm
-        self._read: Callable[[], CoreReading] | None = None
+        self._read: Callable[[], CoreReading] = partial(CoreReading, None, 0, 0, False)
         self.vllm: VllmMetrics | None = None
         """The figures under vLLM's names. None where they are not wanted, and before the core is ready."""
         self._last_step = 0
@@ -142,17 +143,12 @@ class EngineMetrics:
     def core_ready(self, info: RunnerInfo) -> None:
         """Take note of what the core has. Its sizes are in vLLM's metrics."""
         if self._vllm_names is not None and self.vllm is None:
-            self.vllm = VllmMetrics(self._vllm_names, info, self.registry)
-            self.vllm.watch(self._vllm_reading)
+            self.vllm = VllmMetrics(self._vllm_names, info, self.registry, self._vllm_reading)
 
     def _vllm_reading(self) -> VllmReading:
-        reading = None if self._read is None else self._read()
-        return VllmReading(
-            stats=None if reading is None else reading.stats,
-            waiting=0 if reading is None else reading.waiting,
-            prompt_tokens=self.prompt_tokens.value(),
-            generated_tokens=self.generated_tokens.value(),
-        )
+        reading = self._read()
+        tokens = self.prompt_tokens.value(), self.generated_tokens.value()
+        return VllmReading(reading.stats, reading.waiting, *tokens)
 
     def exposition(self, accept: str | None = None) -> Exposition:
         """The answer to a scrape: the process's metrics and the engine's."""
