@@ -110,7 +110,7 @@ def causes_of(marks: SequenceMarks, spent: Spent, ring: StepRing, *, shared: boo
         if one.seconds * 1e3 >= WAIT_MS_MIN:
             yield Cause(
                 code=one.code,
-                ms=_ms(one.seconds),
+                ms=milliseconds(one.seconds),
                 step=_count(one.last),
                 steps=_count(one.last - one.after),
                 swapped=one.swapped,
@@ -133,7 +133,7 @@ def wait_cause(
     waits_for_grammar = lack is Lack.NOTHING and spent.grammar_s > 0.0 and is_compiled
     return Cause(
         code=CauseCode.WAITED_GRAMMAR if waits_for_grammar else _WAITS[lack],
-        ms=_ms(spent.queue_s),
+        ms=milliseconds(spent.queue_s),
         step=_count(admitted.number),
         steps=_count(admitted.number - marks.arrived.number),
         requests=_count(seen.holders) if lack in (Lack.SLOTS, Lack.PAGES) else 0,
@@ -156,7 +156,7 @@ def prefill_cause(
     is_over = marks.first_token is not None
     return Cause(
         code=CauseCode.PREFILL,
-        ms=_ms(spent.prefill_s),
+        ms=milliseconds(spent.prefill_s),
         step=_count(first_token.number),
         steps=_count(steps),
         own_tokens=_count(own_tokens),
@@ -184,14 +184,14 @@ def gap_cause(step: StepRecord, *, shared: bool) -> Cause:
     """The cause of a gap between two tokens."""
     return Cause(
         code=_gap_code(step),
-        ms=_ms(step.interval_s),
+        ms=milliseconds(step.interval_s),
         step=_count(step.number),
         steps=1,
         requests=_count(step.prompts),
         prompt_tokens=_count(step.prompt_tokens),
         decodes=_count(sum(step.decodes)),
         pages=_count(step.copied_pages),
-        expected_ms=_ms(step.expected_s),
+        expected_ms=milliseconds(step.expected_s),
         shared=shared,
     )
 
@@ -217,5 +217,5 @@ def _count(number: int) -> int:
     return min(max(0, number), COUNT_MAX)
 
 
-def _ms(seconds: float) -> float:
+def milliseconds(seconds: float) -> float:
     return round(max(0.0, seconds) * 1e3, 3)
