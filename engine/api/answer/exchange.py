@@ -75,6 +75,10 @@ class EngineExchange:
 
     id_header = ""
     """The header in which its answer has its id once more. Empty for none, and until its API is known."""
+    sequences = 0
+    """Those of the generation."""
+    has_grammar = False
+    """True if they follow a grammar."""
 
     def __init__(self, request: HttpRequest, responder: Responder, house: House) -> None:
         self.request = request
@@ -109,10 +113,6 @@ class EngineExchange:
         self.tally: sse.Closing | None = None
         """What the generation took in the core, for the closing report and the log. None until its sequences
         are in the core's queue."""
-        self.sequences = 0
-        """Those of the generation."""
-        self.has_grammar = False
-        """True if they follow a grammar."""
         self.end_reason = EndReason.OK
         self.causes: list[Cause] = []
         """The causes of the request's waits."""

@@ -145,7 +145,7 @@ def row_bucket(rows: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
+class NormHead:
     """The work of a kernel on activations before it multiplies them."""
 
     change: Tensor | None = None
@@ -154,7 +154,7 @@ class Head:
     total: Tensor | None = None
 
 
-NO_HEAD: Final = Head()
+NO_HEAD: Final = NormHead()
 
 
 def skinny_matmul(
@@ -166,7 +166,7 @@ def skinny_matmul(
     gated: bool = False,
     gelu: bool = False,
     out: Tensor | None = None,
-    head: Head = NO_HEAD,
+    head: NormHead = NO_HEAD,
 ) -> Tensor:
     """x [M, K], M <= `rows_max`; weight [N, K] in x's type or fp8; bias [N] -> [M, N].
 
@@ -210,7 +210,7 @@ def normed_matmul(
     it is. `tail`: what that takes by name."""
     residual, change = stream.residual, stream.change
     total = None if change is None else torch.empty_like(residual)
-    head = Head(change, norm.weight, norm.eps, total)
+    head = NormHead(change, norm.weight, norm.eps, total)
     found = skinny_matmul(residual, weight, tile, head=head, **tail)
     return found, ResidualStream(residual if total is None else total)
 
