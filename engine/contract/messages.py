@@ -473,18 +473,18 @@ class Moved(msgspec.Struct, array_like=True, frozen=True):
 class StepOutput(msgspec.Struct, array_like=True, frozen=True, tag="step"):
     """The results of one step, or news without a step. Sequence `handles[i]` got `tokens[i]`."""
 
-    step: int
-    handles: list[int]
-    tokens: list[int]
-    logprobs: list[TokenLogprobs | None]
+    step: int = 0
+    handles: list[int] = []
+    tokens: list[int] = []
+    logprobs: list[TokenLogprobs | None] = []
     """One entry for each token, or empty when no sequence of this step asked for them."""
-    prompt_logprobs: list[tuple[int, list[TokenLogprobs]]]
+    prompt_logprobs: list[tuple[int, list[TokenLogprobs]]] = []
     """Pairs of a handle and the log-probabilities of its next prompt positions, in order. The prompt's first
     token has none and is not sent."""
-    started: list[Started]
-    finished: list[Finished]
+    started: list[Started] = []
+    finished: list[Finished] = []
     """The sequences that ended; a sequence's last token comes in the same output."""
-    stats: CoreStats
+    stats: CoreStats = CoreStats()
     moved: list[Moved] = []
     record: StepRecord | None = None
     """The step that was committed last; None when none was since the last output."""
