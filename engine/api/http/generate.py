@@ -420,7 +420,7 @@ class Generation:
             metrics.masks_s.observe(output.grammar_s)
 
     def _ended(self, index: int, output: ChoiceOutput, now: float) -> EndedSequence:
-        error, timing = self._exchange.fate or self._output.error, output.timing(now)
+        error = self._exchange.fate or self._output.error
         is_abort = error is None or isinstance(error, RequestAborted)
         ended = "stop" if output.finish_reason == "tool_calls" else output.finish_reason
         return EndedSequence(
@@ -428,10 +428,7 @@ class Generation:
             prompt_len=self._shared_len + self._prompt_lens[index // self._n],
             tokens=output.completion_tokens,
             tokens_max=self._tokens_max[index],
-            queue_s=timing.queue_s,
-            prefill_s=timing.prefill_s,
-            decode_s=timing.decode_s,
-            run_s=timing.life_s - timing.queue_s,
+            timing=output.timing(now),
         )
 
     def _tally(self, now: float) -> sse.Closing:

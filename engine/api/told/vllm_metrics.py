@@ -23,6 +23,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from engine.api.told.attribution import Timing
 from engine.contract.messages import CoreStats, RunnerInfo, StepOutput
 from shared.process.metrics import Counter, Exemplar, Histogram
 
@@ -58,11 +59,7 @@ class EndedSequence:
     """Tokens that it sampled."""
     tokens_max: int
     """Tokens that it was allowed."""
-    queue_s: float
-    prefill_s: float
-    decode_s: float
-    run_s: float
-    """From its admission to its end, whatever it did."""
+    timing: Timing
 
 
 def one_two_five(largest: int) -> tuple[float, ...]:
@@ -165,15 +162,15 @@ class VllmMetrics:
         self._choices.observe(len(sequences), *labels)
         for one in sequences:
             self._ended.inc(*labels, one.reason)
-            self._queue_s.observe(one.queue_s, *labels, exemplar=exemplar)
-            self._run_s.observe(one.run_s, *labels)
-            self._prefill_s.observe(one.prefill_s, *labels)
-            self._decode_s.observe(one.decode_s, *labels)
+            self._queue_s.observe(one.timing.queue_s, *labels, exemplar=exemplar)
+            self._run_s.observe(one.timing.life_s - one.timing.queue_s, *labels)
+            self._prefill_s.observe(one.timing.prefill_s, *labels)
+            self._decode_s.observe(one.timing.decode_s, *labels)
             self._prompt_tokens.observe(one.prompt_len, *labels)
             self._generation_tokens.observe(one.tokens, *labels)
             self._tokens_max.observe(one.tokens_max, *labels)
             if one.tokens > 1:
-                self._mean_token_s.observe(one.decode_s / (one.tokens - 1), *labels)
+                self._mean_token_s.observe(one.timing.decode_s / (one.tokens - 1), *labels)
 
 
 class _Counted(Collector):
