@@ -150,8 +150,7 @@ class Scheduler:
         )
         self._planner.drafting = self._drafting
         self._results = Results(config, self._allocator.pages, self._tenants, self._allocator.forget)
-        self._news = StepOutput()
-        """What came since the last report."""
+        self._news = StepOutput()  # what came since the last report
         self._is_due = False
         """True if a report is due in any case, since a step was committed or a sequence was paused."""
         self.newest = 0

@@ -101,11 +101,11 @@ class Answered:
     """The facts about a request's choices that an answer may tell, beside what was generated. One entry per
     choice."""
 
-    scored: Sequence[ChoiceOutput]
+    scored: Sequence[ChoiceOutput] = ()
     """The output that has the log-probabilities of the choice's prompt."""
-    prompts: Sequence[list[int]]
+    prompts: Sequence[list[int]] = ()
     """The ids of its prompt; empty where they are not told."""
-    echoes: Sequence[Echo | None]
+    echoes: Sequence[Echo | None] = ()
     """Its prompt as it is repeated; None where it is not."""
     stop_tokens: Mapping[int, str] = field(default_factory=dict)
     """The stop strings that are tokens, by their ids."""

@@ -75,6 +75,8 @@ class EngineExchange:
 
     id_header = ""
     """The header in which its answer has its id once more. Empty for none, and until its API is known."""
+    is_quiet = False
+    """True if the completed line is logged at level debug, as those of probes and scrapes are."""
     sequences = 0
     """Those of the generation."""
     has_grammar = False
@@ -103,8 +105,6 @@ class EngineExchange:
         """True if a stream was asked for. False until the body was read."""
         self.ignored_fields = ""
         """The names of the request's unknown fields, for a header. Empty until the body was read."""
-        self.is_quiet = False
-        """True if the completed line is logged at level debug, as those of probes and scrapes are."""
         self.is_served = False
         """True if the last byte that means something to the client has been written."""
         self.fate: ApiError | None = None

@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from itertools import compress
 from typing import Final
@@ -35,7 +36,7 @@ from typing import Final
 from msgspec import UNSET, UnsetType
 
 from engine.api.answer.detokenizer import Detokenizer, PartsDetokenizer
-from engine.api.answer.encoder import Answered, AnswerEncoder
+from engine.api.answer.encoder import AnswerEncoder
 from engine.api.answer.exchange import SLOW_S, WRITE_LEN, EngineExchange
 from engine.api.answer.outputs import ChoiceOutput, Delta, RequestOutput
 from engine.api.answer.stop_strings import StopStrings
@@ -568,18 +569,7 @@ class Generation:
         prompts = [choice.prompt_ids for choice in asked.choices] if asked.heading.sends_token_ids else []
         scored = [self._outputs[index - index % asked.n] for index in range(len(asked.choices))]
         echoes = [asked.echoes[choice.prompt_index] if asked.echoes else None for choice in asked.choices]
-        answered = Answered(
-            scored,
-            prompts,
-            echoes,
-            asked.stop_tokens,
-            asked.is_cut_by_context,
-            asked.choices[0].sampling,
-            asked.share.service_class,
-            asked.repeated,
-            asked.in_base64,
-            self._state.clock.wall,
-        )
+        answered = replace(asked.answered, scored=scored, prompts=prompts, echoes=echoes)
         return asked.api.encoder(asked.heading, model.tokenizer, answered)
 
 
