@@ -392,24 +392,24 @@ class StateCounts(msgspec.Struct, array_like=True, frozen=True):
 class CoreStats(msgspec.Struct, array_like=True, frozen=True):
     """A reading of the core's gauges and counters after a step."""
 
-    waiting: int
+    waiting: int = 0
     """Sequences that wait for a slot and are not paused: new, preempted and resumed ones."""
-    running: int
+    running: int = 0
     """Sequences that hold a slot."""
-    pages_free: int
+    pages_free: int = 0
     """Pages that no sequence holds and that contain nothing."""
-    pages_cached: int
+    pages_cached: int = 0
     """Pages that no sequence holds and that contain a prefix that may be hit."""
-    pages_owned: int
-    prefix_query_tokens: int
+    pages_owned: int = 0
+    prefix_query_tokens: int = 0
     """Counter: prompt tokens looked up in the prefix cache at a first admission."""
-    prefix_hit_tokens: int
+    prefix_hit_tokens: int = 0
     """Counter: prompt tokens that were found there."""
-    preemptions: int
+    preemptions: int = 0
     """Counter: sequences that gave up their pages, stalled ones included, or their slots alone (`yields`)."""
-    step_s: float
+    step_s: float = 0.0
     """Duration of the last step, from its plan (or the commit before, if that was later) to its commit."""
-    step_tokens: int
+    step_tokens: int = 0
     """Tokens that the last step computed."""
     stalled: int = 0
     """Sequences that are paused, with or without pages."""
@@ -473,18 +473,18 @@ class Moved(msgspec.Struct, array_like=True, frozen=True):
 class StepOutput(msgspec.Struct, array_like=True, frozen=True, tag="step"):
     """The results of one step, or news without a step. Sequence `handles[i]` got `tokens[i]`."""
 
-    step: int
-    handles: list[int]
-    tokens: list[int]
-    logprobs: list[TokenLogprobs | None]
+    step: int = 0
+    handles: list[int] = []
+    tokens: list[int] = []
+    logprobs: list[TokenLogprobs | None] = []
     """One entry for each token, or empty when no sequence of this step asked for them."""
-    prompt_logprobs: list[tuple[int, list[TokenLogprobs]]]
+    prompt_logprobs: list[tuple[int, list[TokenLogprobs]]] = []
     """Pairs of a handle and the log-probabilities of its next prompt positions, in order. The prompt's first
     token has none and is not sent."""
-    started: list[Started]
-    finished: list[Finished]
+    started: list[Started] = []
+    finished: list[Finished] = []
     """The sequences that ended; a sequence's last token comes in the same output."""
-    stats: CoreStats
+    stats: CoreStats = CoreStats()
     moved: list[Moved] = []
     record: StepRecord | None = None
     """The step that was committed last; None when none was since the last output."""

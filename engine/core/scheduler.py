@@ -64,6 +64,8 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Final
 
+import msgspec
+
 from engine.contract.messages import (
     CoreStats,
     DiskCounts,
@@ -92,7 +94,7 @@ from engine.core.scheduler_config import SchedulerConfig
 from engine.core.sequence import NEVER, Hold, Sequence, Status
 from engine.core.step.allocator import Allocator
 from engine.core.step.drafting import Drafting
-from engine.core.step.flight import InFlight, News
+from engine.core.step.flight import InFlight
 from engine.core.step.plan_builder import PlanBuilder
 from engine.core.step.planner import Planner
 from engine.core.step.results import Results, StepBook, lack_of
@@ -148,7 +150,9 @@ class Scheduler:
         )
         self._planner.drafting = self._drafting
         self._results = Results(config, self._allocator.pages, self._tenants, self._allocator.forget)
-        self._news = News()
+        self._news = StepOutput()  # what came since the last report
+        self._is_due = False
+        """True if a report is due in any case, since a step was committed or a sequence was paused."""
         self.newest = 0
         """The newest handle that was added with all before it, for whoever reads the counts. A loop that
         keeps some back says which."""
@@ -277,7 +281,7 @@ class Scheduler:
                 self._planner.outlook = None
                 sequence.pause(now)
                 self._paused[handle] = sequence
-                self._news.is_due = True
+                self._is_due = True
         if (excess := len(self._paused) - self._config.paused_max) > 0:
             held = Counter(sequence.tenant for sequence in self._paused.values())
             for _ in range(excess):
@@ -430,7 +434,7 @@ class Scheduler:
         self._committed, self._committed_at, self._now = plan.step, now, now
         expected_s = self._learner.observe(flight.work, self._step_s)
         self._book.commit(flight, self._step_s, expected_s, now)
-        self._news.is_due = True
+        self._is_due = True
         for sequence, reason in self._results.take(flight, result, self._news, now):
             self._finish(sequence, reason, now)
         if self._results.matched:
@@ -474,24 +478,17 @@ class Scheduler:
         """The news since the last report; None when no step was committed and no sequence began, ended
         or was paused."""
         news = self._news
-        if not (news.is_due or news.started or news.finished):
+        if not (self._is_due or news.started or news.finished):
             return None
-        self._news = News()
-        has_logprobs = news.logprobs.count(None) < len(news.logprobs)
-        return StepOutput(
+        self._news, self._is_due = StepOutput(), False
+        if news.logprobs.count(None) == len(news.logprobs):
+            news.logprobs.clear()
+        return msgspec.structs.replace(
+            news,
             step=self._committed,
-            handles=news.handles,
-            tokens=news.tokens,
-            logprobs=news.logprobs if has_logprobs else [],
-            prompt_logprobs=news.prompt_logprobs,
-            started=news.started,
-            finished=news.finished,
             stats=self.stats(),
             moved=self._allocator.take_moved(),
             record=self._book.take(),
-            vectors=news.vectors,
-            predicted=news.predicted,
-            scores=news.scores,
         )
 
     def stats(self) -> CoreStats:

@@ -1,35 +1,39 @@
-"""The door to a runner: choose the device, and hand over to `host.host_shard` or `device.device_shard`."""
+"""The door to a runner, and to a rank's part of the model: choose the device, and hand over to
+`engine.runtime.host.host_shard` or `engine.runtime.device.device_shard`."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
+from engine.runtime.collective.collective import ALONE, Collective
 from engine.runtime.setup.model_errors import BadRunnerConfig
 from engine.runtime.setup.runner_config import RunnerConfig
-
-if TYPE_CHECKING:
-    from engine.runtime.device.device_runner import DeviceRunner
-    from engine.runtime.host.host_runner import HostRunner
-    from engine.runtime.start.starting import Progress
+from engine.runtime.start.starting import LoadedShard, Progress, ShardRunner, start_alone
 
 
-def load_runner(config: RunnerConfig, progress: Progress) -> HostRunner | DeviceRunner:
+def load_runner(config: RunnerConfig, progress: Progress) -> ShardRunner:
     """A warm runner. `progress` hears of each stage. Raises ModelError with a message for the operator.
 
     Sets torch's thread counts, which belong to the process: one runner per process.
     """
     device = choose_device(config)
     progress(f"device {device.type}, {'chosen by auto' if config.device == 'auto' else 'as asked for'}")
+    return start_alone(config, lambda: load_shard(config, device, progress), progress)
+
+
+def load_shard(
+    config: RunnerConfig, device: torch.device, progress: Progress, ranks: Collective = ALONE
+) -> LoadedShard[ShardRunner]:
+    """A rank's weights on its device, or those of the whole model. Raises ModelError. Sets torch's thread
+    counts, which belong to the process."""
     if device.type == "cpu":
-        from engine.runtime.host.host_shard import load_on_host
+        from engine.runtime.host import host_shard
 
-        return load_on_host(config, progress)
+        return host_shard.load_shard(config, progress, ranks)
+    from engine.runtime.device import device_shard
     from engine.runtime.device.card import CudaCard
-    from engine.runtime.device.device_shard import load_on_card
 
-    return load_on_card(config, CudaCard(device), progress)
+    return device_shard.load_shard(config, CudaCard(device), progress, ranks)
 
 
 def choose_device(config: RunnerConfig) -> torch.device:

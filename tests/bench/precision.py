@@ -31,7 +31,7 @@ from engine.demo.train.text import ANSWER_TOKENS_MAX, END, render, token_id
 from engine.runtime.host.host_runner import HostRunner
 from engine.runtime.load import load_runner
 from engine.runtime.setup.runner_config import RunnerConfig
-from engine.runtime.step.batch import assemble
+from engine.runtime.step.batch import PackedBatch
 from tests.bench.figures import Figure, figure, write
 from tests.engine.runtime.driver import Driver
 
@@ -126,7 +126,7 @@ def _logits(runner: HostRunner, text: Tokens) -> Tensor:
     seat = SlotAssignment.of(0, text, len(text), GREEDY)
     plan = Plan(0, [], [seat], [(0, pages)], [0], [0], [len(text)], [Want.NOTHING])
     runner.slots.apply(plan)
-    logits = runner.model.logits(runner.model.forward(assemble(plan, runner.slots)))
+    logits = runner.model.logits(runner.model.forward(PackedBatch.of(plan, runner.slots)))
     runner.slots.apply(Plan(0, [0], [], [], [], [], [], []))
     return logits
 

@@ -14,8 +14,9 @@ from torch import Tensor
 from engine.runtime.attention.build import Bounds, build_backends
 from engine.runtime.setup.backends import NAMES, AttentionPhase, BackendChoice, Need, choose
 from engine.runtime.setup.model_errors import BadRunnerConfig
+from engine.runtime.step.batch import Row
 from engine.runtime.step.kv_cache import KVCache, KVGeometry
-from engine.runtime.step.protocols import AttentionSpec, Chunk
+from engine.runtime.step.protocols import AttentionSpec
 from tests.bench.engine.gpu.measuring import check
 from tests.engine.runtime.kernels.cases import PagedCase, Shape, paged_case
 from tests.gpu.near import near
@@ -95,7 +96,7 @@ def prefill(name: str, shape: Shape, kv_dtype: torch.dtype) -> dict[str, Any]:
     case = paged_case(shape, CHUNKS, CONTEXTS, dtype=HALF, kv_dtype=kv_dtype)
     _, back_end = both(case, how)
     offsets = accumulate(CHUNKS, initial=0)
-    chunks = [Chunk(end - n, n, offset) for n, end, offset in zip(CHUNKS, CONTEXTS, offsets, strict=False)]
+    chunks = [Row(0, end - n, n, offset) for n, end, offset in zip(CHUNKS, CONTEXTS, offsets, strict=False)]
     step = back_end.of_chunks(chunks, case.tables.to(CUDA))
     found = [step(layer, case.q.to(CUDA)) for layer in range(2)]
     expected = [case.expected(window) for window in (None, WINDOW)]

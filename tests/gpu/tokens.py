@@ -14,7 +14,13 @@ from torch import Tensor
 
 from engine.contract.messages import SamplingParams
 from engine.runtime.attention.triton_paged import TritonDecode, TritonPrefill
-from engine.runtime.device.device_decoder import DecodeStep, DeviceDecoder, DeviceModel, StepTables
+from engine.runtime.device.device_decoder import (
+    DecodeStep,
+    DeviceDecoder,
+    DeviceModel,
+    DeviceSampler,
+    StepTables,
+)
 from engine.runtime.device.device_sampling import DeviceSampling, SamplingScratch
 from engine.runtime.device.graphs import CudaGraphDevice, DecodeGraphs, batch_buckets
 from engine.runtime.host.host_runner import HostRunner
@@ -116,7 +122,7 @@ def graph(path: Path) -> dict[str, Any]:
     tokens = torch.cat((slots.tokens, torch.zeros_like(slots.tokens[:1]))).to(CUDA)
     scratch = SamplingScratch.empty(4, vocab, model.decoder.dtype, CUDA)
     tables = StepTables(tokens, table.to(CUDA), model.cache, model.decode, model.states)
-    step = DecodeStep(model.decoder, tables, sampling, scratch)
+    step = DecodeStep(tables, DeviceSampler(model.decoder, tables.tokens, sampling, scratch, tables.states))
     kept = () if model.states is None else (*model.states.heads, *model.states.inputs)
     begun = [own.clone() for own in kept]
     lengths = [len(life.tokens) for life in lives]
@@ -128,10 +134,9 @@ def graph(path: Path) -> dict[str, Any]:
             graphs.capture(CudaGraphDevice(), lambda done, of: None)
         for own, before in zip(kept, begun, strict=True):
             own.copy_(before)
-        go = graphs.replay if by_graph else graphs.eager
         found = []
         for i in range(STEPS):
-            now, logprobs = go([0, 1, 2], [length + i for length in lengths])
+            now, logprobs = graphs.run([0, 1, 2], [length + i for length in lengths])
             found.append((now[:3].tolist(), logprobs[:3].tolist()))
         return found
 

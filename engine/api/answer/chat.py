@@ -20,7 +20,7 @@ from engine.api.answer.encoder import (
     Answered,
     ChoicesEncoder,
     Heading,
-    SpreadTemplate,
+    Template,
     Vocabulary,
     cut,
     encode,
@@ -55,7 +55,7 @@ class ChatEncoder(ChoicesEncoder[ChatChunkChoice]):
         self._prompt_ids = prompts[0] if heading.sends_token_ids and prompts else UNSET
         self._begun = 0
         """The number of choices whose role was sent."""
-        self._others: dict[tuple[int, PartKind], tuple[int, SpreadTemplate]] = {}
+        self._others: dict[tuple[int, PartKind], tuple[int, Template]] = {}
         """For each choice, the templates of its reasoning and of a call's arguments, with the call's number:
         that of the latest call."""
 
@@ -93,7 +93,7 @@ class ChatEncoder(ChoicesEncoder[ChatChunkChoice]):
         call, template = self._others.get((index, part.kind), (None, None))
         if template is None or call != part.call:
             usage = self._heading.usage
-            template = SpreadTemplate(
+            template = Template(
                 lambda marker: self._chunk(
                     [ChatChunkChoice(index, _delta(part._replace(text=marker)))], usage
                 )
@@ -102,16 +102,7 @@ class ChatEncoder(ChoicesEncoder[ChatChunkChoice]):
         return template.fill(part.text)
 
     def _empty(self, usage: Usage) -> ChatCompletion:
-        heading = self._heading
-        return ChatCompletion(
-            id=heading.id,
-            created=heading.created,
-            model=heading.model,
-            choices=[],
-            usage=usage,
-            system_fingerprint=heading.system_fingerprint,
-            prompt_token_ids=self._prompt_ids,
-        )
+        return self._headed(ChatCompletion, choices=[], usage=usage, prompt_token_ids=self._prompt_ids)
 
     def _choice(self, delta: Delta) -> Iterator[bytes]:
         has_logprobs = self._heading.logprobs is not None
@@ -170,16 +161,7 @@ class ChatEncoder(ChoicesEncoder[ChatChunkChoice]):
         usage: Usage | UnsetType | None,
         prompt_ids: list[int] | UnsetType = UNSET,
     ) -> ChatChunk:
-        heading = self._heading
-        return ChatChunk(
-            id=heading.id,
-            created=heading.created,
-            model=heading.model,
-            choices=choices,
-            system_fingerprint=heading.system_fingerprint,
-            usage=usage,
-            prompt_token_ids=prompt_ids,
-        )
+        return self._headed(ChatChunk, choices=choices, usage=usage, prompt_token_ids=prompt_ids)
 
 
 def token_logprob(vocabulary: Vocabulary, entry: Entry) -> TokenLogprob:

@@ -126,15 +126,7 @@ class CompletionEncoder(ChoicesEncoder[CompletionChoice]):
         return self._chunk([], usage)
 
     def _chunk(self, choices: list[CompletionChoice], usage: Usage | UnsetType | None) -> Completion:
-        heading = self._heading
-        return Completion(
-            id=heading.id,
-            created=heading.created,
-            model=heading.model,
-            choices=choices,
-            system_fingerprint=heading.system_fingerprint,
-            usage=usage,
-        )
+        return self._headed(Completion, choices=choices, usage=usage)
 
     def _rows(self, delta: Delta, echo: Echo | None) -> Rows:
         """The rows of a delta, with those of the prompt that it repeats."""

@@ -9,7 +9,7 @@ from typing import Final
 
 from msgspec import Raw, Struct
 
-from engine.api.answer.encoder import Answered, Heading, Unstreamed, Vocabulary, cut, encode
+from engine.api.answer.encoder import Answered, Heading, Unstreamed, Vocabulary, encode, filled
 from engine.api.answer.outputs import Delta
 from shared.apis.decisions import (
     ChoiceAnswer,
@@ -77,13 +77,9 @@ class DecisionsEncoder(Unstreamed):
     def whole(self, deltas: Sequence[Delta], usage: Usage) -> Iterator[bytes]:
         tokens, cached = usage.prompt_tokens, usage.prompt_tokens_details.cached_tokens
         told = DecisionUsage(tokens, DecisionInputDetails(cached), tokens)
-        head, tail = cut(encode(DecisionsAnswer([], self._model, told)), b'"answers":[')
-        yield head
-        for number, (question, output) in enumerate(zip(self._questions, self._outputs, strict=True)):
-            if number:
-                yield b","
-            yield encode(answer_of(question, output.scores))
-        yield tail
+        pairs = zip(self._questions, self._outputs, strict=True)
+        answers = ([encode(answer_of(question, output.scores))] for question, output in pairs)
+        return filled(DecisionsAnswer([], self._model, told), b'"answers":[', answers)
 
 
 def answer_of(question: Question, scores: Sequence[float]) -> PredicateAnswer | ChoiceAnswer | ScoreAnswer:

@@ -6,7 +6,7 @@ import base64
 import struct
 from collections.abc import Iterator, Sequence
 
-from engine.api.answer.encoder import Answered, Heading, Unstreamed, Vocabulary, cut, encode
+from engine.api.answer.encoder import Answered, Heading, Unstreamed, Vocabulary, encode, filled
 from engine.api.answer.outputs import Delta
 from shared.apis.embeddings import Embedding, Embeddings, EmbeddingsUsage
 from shared.apis.generation import Usage
@@ -20,13 +20,10 @@ class EmbeddingsEncoder(Unstreamed):
 
     def whole(self, deltas: Sequence[Delta], usage: Usage) -> Iterator[bytes]:
         told = Embeddings([], self._model, EmbeddingsUsage(usage.prompt_tokens, usage.total_tokens))
-        head, tail = cut(encode(told), b'"data":[')
-        yield head
-        for number, delta in enumerate(deltas):
-            if number:
-                yield b","
-            yield encode(Embedding(delta.index, self._told(self._outputs[delta.index].vector)))
-        yield tail
+        return filled(told, b'"data":[', ([encode(self._item(delta.index))] for delta in deltas))
+
+    def _item(self, index: int) -> Embedding:
+        return Embedding(index, self._told(self._outputs[index].vector))
 
     def _told(self, vector: bytes) -> list[float] | str:
         if self._in_base64:

@@ -17,9 +17,9 @@ from __future__ import annotations
 
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Generic, Protocol, TypeVar
+from typing import Any, Final, Generic, Protocol, TypeVar
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -32,6 +32,7 @@ from shared.process.clock import SYSTEM_CLOCK
 from shared.wire import sse
 
 T = TypeVar("T")
+S = TypeVar("S", bound=msgspec.Struct)
 C = TypeVar("C", bound=msgspec.Struct)
 """A choice of a chunk."""
 
@@ -100,11 +101,11 @@ class Answered:
     """The facts about a request's choices that an answer may tell, beside what was generated. One entry per
     choice."""
 
-    scored: Sequence[ChoiceOutput]
+    scored: Sequence[ChoiceOutput] = ()
     """The output that has the log-probabilities of the choice's prompt."""
-    prompts: Sequence[list[int]]
+    prompts: Sequence[list[int]] = ()
     """The ids of its prompt; empty where they are not told."""
-    echoes: Sequence[Echo | None]
+    echoes: Sequence[Echo | None] = ()
     """Its prompt as it is repeated; None where it is not."""
     stop_tokens: Mapping[int, str] = field(default_factory=dict)
     """The stop strings that are tokens, by their ids."""
@@ -156,9 +157,9 @@ class Unstreamed:
 
 
 class Template:
-    """An encoded event with a gap where a JSON string goes."""
+    """An encoded event with gaps, in each of which the same JSON string goes."""
 
-    __slots__ = ("_head", "_tail")
+    __slots__ = ("_pieces",)
 
     def __init__(
         self,
@@ -167,11 +168,11 @@ class Template:
     ) -> None:
         """`encoded` makes an event: `encoded_event`, unless events have names."""
         marker = secrets.token_hex(16)
-        self._head, self._tail = (encoded or encoded_event)(make(marker)).split(encode(marker))
+        self._pieces = (encoded or encoded_event)(make(marker)).split(encode(marker))
 
     def fill(self, text: str) -> bytes:
         data = encode(text)
-        return self._head + (data if text.isascii() else on_one_line(data)) + self._tail
+        return (data if text.isascii() else on_one_line(data)).join(self._pieces)
 
 
 class NumberedTemplate:
@@ -187,20 +188,6 @@ class NumberedTemplate:
     def fill(self, text: str, number: int) -> bytes:
         data = encode(text)
         return self._format % (data if text.isascii() else on_one_line(data), number)
-
-
-class SpreadTemplate:
-    """An encoded event with gaps, in each of which the same JSON string goes."""
-
-    __slots__ = ("_pieces",)
-
-    def __init__(self, make: Callable[[str], msgspec.Struct]) -> None:
-        marker = secrets.token_hex(16)
-        self._pieces = encoded_event(make(marker)).split(encode(marker))
-
-    def fill(self, text: str) -> bytes:
-        data = encode(text)
-        return (data if text.isascii() else on_one_line(data)).join(self._pieces)
 
 
 def encoded_event(chunk: msgspec.Struct) -> bytes:
@@ -228,6 +215,17 @@ def cut(data: bytes, before: bytes) -> tuple[bytes, bytes]:
     head, found, tail = data.partition(before)
     assert found
     return head + found, tail
+
+
+def filled(answer: msgspec.Struct, before: bytes, made: Iterable[Iterable[bytes]]) -> Iterator[bytes]:
+    """An answer whose list behind `before` is empty, with items in the list, each made in pieces."""
+    head, tail = cut(encode(answer), before)
+    yield head
+    for number, pieces in enumerate(made):
+        if number:
+            yield b","
+        yield from pieces
+    yield tail
 
 
 def characters(text: str) -> Iterator[bytes]:
@@ -276,13 +274,18 @@ class ChoicesEncoder(ABC, Generic[C]):
         return told + sse.DONE
 
     def whole(self, deltas: Sequence[Delta], usage: Usage) -> Iterator[bytes]:
-        head, tail = cut(encode(self._empty(usage)), b'"choices":[')
-        yield head
-        for number, delta in enumerate(deltas):
-            if number:
-                yield b","
-            yield from self._choice(delta)
-        yield tail
+        return filled(self._empty(usage), b'"choices":[', map(self._choice, deltas))
+
+    def _headed(self, kind: Callable[..., S], **fields: Any) -> S:
+        """An answer or a chunk with the heading's fields."""
+        heading = self._heading
+        return kind(
+            id=heading.id,
+            created=heading.created,
+            model=heading.model,
+            system_fingerprint=heading.system_fingerprint,
+            **fields,
+        )
 
     def _event(self, choice: C) -> bytes:
         return encoded_event(self._chunk([choice], self._heading.usage))

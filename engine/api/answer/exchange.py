@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
 import msgspec
 import structlog
 
-from engine.api.answer.outputs import Timing
 from engine.api.answer.table import AnswerApi, api_at
+from engine.api.told.attribution import milliseconds
 from shared.process import logs
 from shared.process.clock import Clock
 from shared.process.metrics import Exemplar
@@ -60,34 +60,6 @@ METHOD_LEN_MAX: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Tally:
-    """The tokens that a generation computed and the time that it took, for the closing report and the
-    log."""
-
-    sequences: int = 0
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    cached_tokens: int = 0
-    host_tokens: int = 0
-    """The part of `cached_tokens` that came back from host memory."""
-    disk_tokens: int = 0
-    """The part that came from disk."""
-    reasoning_tokens: int = 0
-    """The part of `completion_tokens` that is reasoning."""
-    calls: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    predicted: int = 0
-    """Tokens of the answers that their caller predicted, and that were tried as such."""
-    mispredicted: int = 0
-    """The part of `completion_tokens` that was tried as predicted, and is in no answer."""
-    masks_s: float | None = None
-    """The time that the core took for the grammars of all sequences. None where they have none."""
-    timing: Timing = field(default_factory=Timing)
-    """The times of the sequence that ended last; `preemptions` and `swaps` are the sums over all."""
-
-
-@dataclass(frozen=True, slots=True)
 class House:
     """The report that is on every answer, and the clock of it."""
 
@@ -103,6 +75,12 @@ class EngineExchange:
 
     id_header = ""
     """The header in which its answer has its id once more. Empty for none, and until its API is known."""
+    is_quiet = False
+    """True if the completed line is logged at level debug, as those of probes and scrapes are."""
+    sequences = 0
+    """Those of the generation."""
+    has_grammar = False
+    """True if they follow a grammar."""
 
     def __init__(self, request: HttpRequest, responder: Responder, house: House) -> None:
         self.request = request
@@ -127,15 +105,14 @@ class EngineExchange:
         """True if a stream was asked for. False until the body was read."""
         self.ignored_fields = ""
         """The names of the request's unknown fields, for a header. Empty until the body was read."""
-        self.is_quiet = False
-        """True if the completed line is logged at level debug, as those of probes and scrapes are."""
         self.is_served = False
         """True if the last byte that means something to the client has been written."""
         self.fate: ApiError | None = None
         """The error that ended the request while its client did not read, and so could not be told."""
         self.is_generation = False
-        self.tally: Tally | None = None
-        """The cost of the generation. None until its sequences are in the core's queue."""
+        self.tally: sse.Closing | None = None
+        """What the generation took in the core, for the closing report and the log. None until its sequences
+        are in the core's queue."""
         self.end_reason = EndReason.OK
         self.causes: list[Cause] = []
         """The causes of the request's waits."""
@@ -172,7 +149,7 @@ class EngineExchange:
         finally:
             seconds = self.stages.enter("edge") - began_at
             if seconds >= SLOW_S and (code := _SLOW_STAGES.get(stage)) is not None:
-                self.causes.append(Cause(code=code, ms=_ms(seconds)))
+                self.causes.append(Cause(code=code, ms=milliseconds(seconds)))
 
     # -- answers ----------------------------------------------------------------------------------
 
@@ -297,37 +274,17 @@ class EngineExchange:
         return sse.closing_comment(self.closing(), self._house.load())
 
     def closing(self) -> sse.Closing:
-        tally = self.tally or Tally()
-        timing = tally.timing
         edge, body, validate, tokenize, grammar, handover = self.stages.milliseconds(_TOLD_STAGES)
-        return sse.Closing(
+        return msgspec.structs.replace(
+            self.tally or sse.Closing(end_reason=""),
             end_reason=self.end_reason,
-            prompt_tokens=tally.prompt_tokens,
-            completion_tokens=tally.completion_tokens,
-            cached_tokens=tally.cached_tokens,
-            host_tokens=tally.host_tokens,
-            disk_tokens=tally.disk_tokens,
-            reasoning_tokens=tally.reasoning_tokens,
-            calls=tally.calls,
-            drafted_tokens=tally.drafted,
-            accepted_tokens=tally.accepted,
-            accepted_prediction_tokens=tally.predicted,
-            rejected_prediction_tokens=tally.mispredicted,
-            queue_ms=_ms(timing.queue_s),
-            prefill_ms=_ms(timing.prefill_s),
-            decode_ms=_ms(timing.decode_s),
-            preempted_ms=_ms(timing.preempted_s),
-            preemptions=timing.preemptions,
-            swaps=timing.swaps,
-            stalled_ms=_ms(timing.stalled_s),
             edge_ms=edge or 0.0,
             body_ms=body or 0.0,
             validate_ms=validate or 0.0,
             tokenize_ms=tokenize or 0.0,
             grammar_ms=grammar or 0.0,
-            masks_ms=_ms(tally.masks_s or 0.0),
             handover_ms=handover or 0.0,
-            first_byte_ms=0.0 if self.first_byte_at is None else _ms(self.first_byte_at - self.started_at),
+            first_byte_ms=milliseconds((self.first_byte_at or self.started_at) - self.started_at),
             causes=most_telling(self.causes),
         )
 
@@ -370,15 +327,17 @@ class EngineExchange:
             "end_reason": str(self.end_reason),
             "stage": self.stage,
             "stream": self.streams,
-            "total_ms": _ms(total_s),
+            "total_ms": milliseconds(total_s),
             "tenant": self.tenant or None,
             "model": self.model,
         }
         if self._error is not None:
             fields |= _told(self._error)
         if (tally := self.tally) is not None:
+            accepted, rejected = tally.accepted_prediction_tokens, tally.rejected_prediction_tokens
+            was_tried = bool(accepted or rejected)
             fields |= {
-                "sequences": tally.sequences,
+                "sequences": self.sequences,
                 "prompt_tokens": tally.prompt_tokens,
                 "completion_tokens": tally.completion_tokens,
                 "cached_tokens": tally.cached_tokens,
@@ -386,26 +345,17 @@ class EngineExchange:
                 "disk_tokens": tally.disk_tokens,
                 "reasoning_tokens": tally.reasoning_tokens,
                 "calls": tally.calls,
-                "drafted_tokens": tally.drafted or None,
-                "accepted_tokens": tally.accepted if tally.drafted else None,
-                **_of_prediction(tally),
-                "masks_ms": None if tally.masks_s is None else _ms(tally.masks_s),
-                "preemptions": tally.timing.preemptions,
-                "swaps": tally.timing.swaps,
+                "drafted_tokens": tally.drafted_tokens or None,
+                "accepted_tokens": tally.accepted_tokens if tally.drafted_tokens else None,
+                "accepted_prediction_tokens": accepted if was_tried else None,
+                "rejected_prediction_tokens": rejected if was_tried else None,
+                "masks_ms": tally.masks_ms if self.has_grammar else None,
+                "preemptions": tally.preemptions,
+                "swaps": tally.swaps,
             }
         if self.causes:
             fields["causes"] = [msgspec.to_builtins(cause) for cause in most_telling(self.causes)]
         return _known(fields)
-
-
-def _of_prediction(tally: Tally) -> dict[str, int]:
-    """The counts of the caller's predicted tokens that were right and wrong; empty where none was tried."""
-    if not (tally.predicted or tally.mispredicted):
-        return {}
-    return {
-        "accepted_prediction_tokens": tally.predicted,
-        "rejected_prediction_tokens": tally.mispredicted,
-    }
 
 
 def log_unparsed(error: ApiError, clock: Clock) -> RequestId:
@@ -445,7 +395,3 @@ def _told(error: ApiError) -> dict[str, object]:
 def _known(fields: Mapping[str, object]) -> dict[str, object]:
     """The fields that have a value: the others are left out of the line."""
     return {name: value for name, value in fields.items() if value is not None}
-
-
-def _ms(seconds: float) -> float:
-    return round(seconds * 1e3, 3)

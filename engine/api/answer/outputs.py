@@ -23,7 +23,6 @@ import asyncio
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import takewhile
 from typing import Final, NamedTuple
 
@@ -32,7 +31,7 @@ import msgspec
 from engine.api.answer.detokenizer import Detokenizer, PartsDetokenizer
 from engine.api.answer.parts import Part, PartKind
 from engine.api.answer.text_room import TextRoom
-from engine.api.told.attribution import SequenceMarks, Spent, causes_of
+from engine.api.told.attribution import SequenceMarks, Spent, Timing, causes_of
 from engine.api.told.halts import Halts
 from engine.api.told.steps import StepRing
 from engine.contract.messages import Finished, FinishReason, Moved, ServiceClass, Started, TokenLogprobs
@@ -88,24 +87,6 @@ class Delta(msgspec.Struct, frozen=True):
     def text(self) -> str:
         """The text of the answer itself."""
         return "".join([part.text for part in self.parts if part.kind is PartKind.TEXT])
-
-
-@dataclass(frozen=True, slots=True)
-class Timing:
-    """The time that a sequence spent in each stage, in seconds."""
-
-    queue_s: float = 0.0
-    prefill_s: float = 0.0
-    decode_s: float = 0.0
-    preempted_s: float = 0.0
-    preemptions: int = 0
-    stalled_s: float = 0.0
-    swaps: int = 0
-    """The preemptions after which its pages were kept in host memory."""
-
-    @property
-    def life_s(self) -> float:
-        return self.queue_s + self.prefill_s + self.decode_s + self.preempted_s + self.stalled_s
 
 
 class ChoiceOutput:
@@ -220,12 +201,11 @@ class ChoiceOutput:
         halts, begun_at = self._halts, self.submitted_at + self._queue_s
         stalled_s, preempted_s = halts.stalled_s(now), halts.preempted_s(now)
         if self.first_token_at is None:
-            prefill_s = max(0.0, now - begun_at - preempted_s - stalled_s)
-            return Timing(
-                self._queue_s, prefill_s, 0.0, preempted_s, halts.preemptions, stalled_s, halts.swaps
-            )
-        prefill_s = max(0.0, self.first_token_at - begun_at - self._preempted_in_prefill_s)
-        decode_s = now - self.first_token_at - stalled_s - (preempted_s - self._preempted_in_prefill_s)
+            prefill_s, decode_s = now - begun_at - preempted_s - stalled_s, 0.0
+        else:
+            prefill_s = self.first_token_at - begun_at - self._preempted_in_prefill_s
+            decode_s = now - self.first_token_at - stalled_s - (preempted_s - self._preempted_in_prefill_s)
+        prefill_s = max(0.0, prefill_s)
         return Timing(
             self._queue_s, prefill_s, decode_s, preempted_s, halts.preemptions, stalled_s, halts.swaps
         )
@@ -235,15 +215,7 @@ class ChoiceOutput:
         more comes. `shared` says that its request has other sequences."""
         for one in self._halts.take_over(now, is_last=True):
             self._marks.interrupted(one)
-        timing = self.timing(now)
-        spent = Spent(
-            timing.queue_s,
-            timing.prefill_s,
-            timing.decode_s,
-            self.cached_len,
-            self.completion_tokens,
-            self.grammar_s,
-        )
+        spent = Spent(self.timing(now), self.cached_len, self.completion_tokens, self.grammar_s)
         return list(causes_of(self._marks, spent, self._steps, shared=shared))
 
     # -- from the core ----------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from msgspec import UNSET, Raw, Struct
 
-from engine.api.answer.encoder import Answered, Heading, Unstreamed, Vocabulary, cut, encode
+from engine.api.answer.encoder import Answered, Heading, Unstreamed, Vocabulary, encode, filled
 from engine.api.answer.outputs import Delta
 from shared.apis.generation import PromptTokensDetails, Usage
 from shared.apis.rerank import RankedDocument, RerankAnswer, RerankRequest, RerankResult, RerankUsage
@@ -54,15 +54,14 @@ class RerankEncoder(Unstreamed):
             usage.prompt_tokens,
             PromptTokensDetails(usage.prompt_tokens_details.cached_tokens),
         )
-        head, tail = cut(encode(RerankAnswer(self._id, self._model, [], told)), b'"results":[')
-        yield head
+        answer = RerankAnswer(self._id, self._model, [], told)
+        results = ([self._result(index, relevance[index])] for index in order[: self._asked.first])
+        return filled(answer, b'"results":[', results)
+
+    def _result(self, index: int, relevance: float) -> bytes:
         documents = self._asked.documents
-        for number, index in enumerate(order[: self._asked.first]):
-            if number:
-                yield b","
-            document = UNSET if documents is None else RankedDocument(documents[index])
-            yield encode(RerankResult(index, relevance[index], document))
-        yield tail
+        document = UNSET if documents is None else RankedDocument(documents[index])
+        return encode(RerankResult(index, relevance, document))
 
 
 def relevance_of(scores: Sequence[float]) -> float:

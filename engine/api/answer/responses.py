@@ -30,7 +30,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from typing import ClassVar, Final, cast
+from typing import Any, ClassVar, Final, cast
 
 import msgspec
 from msgspec import UNSET, Raw
@@ -47,6 +47,7 @@ from engine.api.answer.encoder import (
     cut,
     encode,
     encoded,
+    filled,
     items,
     known,
     told,
@@ -190,13 +191,8 @@ class ResponsesEncoder:
         self._end(known(delta.finish_reason))
         response = self._ended(usage)
         made, response.output = response.output, []
-        head, tail = cut(encode(response), b'"output":[')
-        yield head
-        for index, one in enumerate(made):
-            if index:
-                yield b","
-            yield from self._pieces(one, entries_of.get(index, []))
-        yield tail
+        pieces = (self._pieces(one, entries_of.get(index, [])) for index, one in enumerate(made))
+        return filled(response, b'"output":[', pieces)
 
     def _pieces(self, item: OutputItem, entries: list[Entry]) -> Iterator[bytes]:
         """An item in pieces."""
@@ -328,6 +324,8 @@ class _Item(ABC):
 
     kind: ClassVar[PartKind]
     """The kind of the parts that go on with it."""
+    delta_kind: ClassVar[type[StreamEvent]]
+    """The event of a piece of its text."""
 
     def __init__(self, id_: str, index: int, call: int = -1) -> None:
         """`call` is the number of the call that it is; -1 for any other item."""
@@ -352,6 +350,10 @@ class _Item(ABC):
             self._texts = ["".join(self._texts)]
         return self._texts[0] if self._texts else ""
 
+    def _event(self, kind: Callable[..., StreamEvent], **fields: Any) -> StreamEvent:
+        """An event of this item."""
+        return kind(item_id=self.id, output_index=self.index, **fields)
+
     def _numbered(self, text: str, number: int) -> bytes:
         event = self.delta(text)
         event.sequence_number = number
@@ -361,13 +363,13 @@ class _Item(ABC):
     def told(self, status: ItemStatus) -> OutputItem:
         """The item as it is told: without its text as long as it is in progress."""
 
-    @abstractmethod
     def delta(self, text: str, logprobs: bytes = b"[]") -> StreamEvent:
         """The event of a piece of its text."""
+        return self._event(self.delta_kind, delta=text)
 
-    @abstractmethod
     def beginning(self) -> list[StreamEvent]:
         """The events between the item and its text."""
+        return []
 
     @abstractmethod
     def ending(self) -> list[StreamEvent]:
@@ -384,27 +386,25 @@ class _Message(_Item):
     def _content(self) -> OutputText:
         return OutputText(self.text, logprobs=_array(self.logprobs))
 
-    def delta(self, text: str, logprobs: bytes = b"[]") -> OutputTextDelta:
-        told_ = cast("list[TokenLogprob]", Raw(logprobs))
-        return OutputTextDelta(item_id=self.id, output_index=self.index, delta=text, logprobs=told_)
+    def delta(self, text: str, logprobs: bytes = b"[]") -> StreamEvent:
+        return self._event(OutputTextDelta, delta=text, logprobs=Raw(logprobs))
 
     def beginning(self) -> list[StreamEvent]:
-        return [PartAdded(item_id=self.id, output_index=self.index, part=OutputText(""))]
+        return [self._event(PartAdded, part=OutputText(""))]
 
     def ending(self) -> list[StreamEvent]:
         content = self._content()
-        return [
-            OutputTextDone(
-                item_id=self.id, output_index=self.index, text=content.text, logprobs=content.logprobs
-            ),
-            PartDone(item_id=self.id, output_index=self.index, part=content),
-        ]
+        done = self._event(OutputTextDone, text=content.text, logprobs=content.logprobs)
+        return [done, self._event(PartDone, part=content)]
 
 
 class _Thought(_Item):
     """Reasoning that is told as it is."""
 
     kind = PartKind.REASONING
+    delta_kind: ClassVar[type[StreamEvent]] = ReasoningDelta
+    part_kinds: ClassVar[tuple[Callable[..., Any], ...]] = ReasoningText, PartAdded, ReasoningDone, PartDone
+    """Its text, and the events of its part and of the end of both."""
 
     def __init__(self, id_: str, index: int, tells_encrypted: bool) -> None:
         super().__init__(id_, index)
@@ -421,102 +421,68 @@ class _Thought(_Item):
     def _put(self, item: OutputReasoning, text: str) -> None:
         item.content = [ReasoningText(text)]
 
-    def delta(self, text: str, logprobs: bytes = b"[]") -> StreamEvent:
-        return ReasoningDelta(item_id=self.id, output_index=self.index, delta=text)
-
     def beginning(self) -> list[StreamEvent]:
-        return [PartAdded(item_id=self.id, output_index=self.index, part=ReasoningText(""))]
+        text, added, *_ = self.part_kinds
+        return [self._event(added, part=text(""))]
 
     def ending(self) -> list[StreamEvent]:
-        text = self.text
-        return [
-            ReasoningDone(item_id=self.id, output_index=self.index, text=text),
-            PartDone(item_id=self.id, output_index=self.index, part=ReasoningText(text)),
-        ]
+        text, _, text_done, part_done = self.part_kinds
+        told_ = self.text
+        return [self._event(text_done, text=told_), self._event(part_done, part=text(told_))]
 
 
 class _Summary(_Thought):
     """Reasoning that is told as its summary."""
 
+    delta_kind = SummaryDelta
+    part_kinds = SummaryText, SummaryPartAdded, SummaryDone, SummaryPartDone
+
     def _put(self, item: OutputReasoning, text: str) -> None:
         item.summary = [SummaryText(text)]
-
-    def delta(self, text: str, logprobs: bytes = b"[]") -> StreamEvent:
-        return SummaryDelta(item_id=self.id, output_index=self.index, delta=text)
-
-    def beginning(self) -> list[StreamEvent]:
-        return [SummaryPartAdded(item_id=self.id, output_index=self.index, part=SummaryText(""))]
-
-    def ending(self) -> list[StreamEvent]:
-        text = self.text
-        return [
-            SummaryDone(item_id=self.id, output_index=self.index, text=text),
-            SummaryPartDone(item_id=self.id, output_index=self.index, part=SummaryText(text)),
-        ]
 
 
 class _FunctionCall(_Item):
     kind = PartKind.ARGUMENTS
+    delta_kind: ClassVar[type[StreamEvent]] = ArgumentsDelta
 
     def __init__(self, id_: str, index: int, part: Part, called: Called) -> None:
         super().__init__(id_, index, part.call)
         self._call_id, self._called = part.call_id, called
 
-    def told(self, status: ItemStatus) -> OutputFunctionCall:
-        return OutputFunctionCall(
-            id=self.id,
-            status=status,
-            call_id=self._call_id,
-            name=self._called.name,
-            namespace=self._called.namespace or UNSET,
-            arguments=self.text,
+    def told(self, status: ItemStatus) -> OutputItem:
+        return self._called_as(OutputFunctionCall, status, arguments=self.text)
+
+    def _called_as(self, kind: Callable[..., OutputItem], status: ItemStatus, **fields: Any) -> OutputItem:
+        name, namespace = self._called.name, self._called.namespace or UNSET
+        return kind(
+            id=self.id, status=status, call_id=self._call_id, name=name, namespace=namespace, **fields
         )
 
-    def delta(self, text: str, logprobs: bytes = b"[]") -> StreamEvent:
-        return ArgumentsDelta(item_id=self.id, output_index=self.index, delta=text)
-
-    def beginning(self) -> list[StreamEvent]:
-        return []
-
     def ending(self) -> list[StreamEvent]:
-        arguments, name = self.text, self._called.name
-        return [ArgumentsDone(item_id=self.id, output_index=self.index, name=name, arguments=arguments)]
+        return [self._event(ArgumentsDone, name=self._called.name, arguments=self.text)]
 
 
-class _CustomCall(_Item):
+class _CustomCall(_FunctionCall):
     """A call of a custom tool, whose arguments have its input."""
 
-    kind = PartKind.ARGUMENTS
+    delta_kind = CustomInputDelta
 
     def __init__(self, id_: str, index: int, part: Part, called: Called) -> None:
-        super().__init__(id_, index, part.call)
-        self._call_id, self._called, self._input = part.call_id, called, CustomInput()
+        super().__init__(id_, index, part, called)
+        self._input = CustomInput()
 
     def take(self, text: str) -> str:
         told_ = self._input.feed(text)
         return super().take(told_) if told_ else ""
 
-    def told(self, status: ItemStatus) -> OutputCustomCall:
-        return OutputCustomCall(
-            id=self.id,
-            status=status,
-            call_id=self._call_id,
-            name=self._called.name,
-            namespace=self._called.namespace or UNSET,
-            input=self.text,
-        )
-
-    def delta(self, text: str, logprobs: bytes = b"[]") -> StreamEvent:
-        return CustomInputDelta(item_id=self.id, output_index=self.index, delta=text)
-
-    def beginning(self) -> list[StreamEvent]:
-        return []
+    def told(self, status: ItemStatus) -> OutputItem:
+        return self._called_as(OutputCustomCall, status, input=self.text)
 
     def ending(self) -> list[StreamEvent]:
         events: list[StreamEvent] = []
         if rest := self._input.finish():
             events.append(self.delta(super().take(rest)))
-        return [*events, CustomInputDone(item_id=self.id, output_index=self.index, input=self.text)]
+        return [*events, self._event(CustomInputDone, input=self.text)]
 
 
 def _array(pieces: Sequence[bytes]) -> list[TokenLogprob]:

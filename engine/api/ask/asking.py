@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+import secrets
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, TypeVar
 
-from engine.api.answer.encoder import Repeated
+from engine.api.answer.encoder import Answered, Heading, Repeated
 from engine.api.answer.exchange import EngineExchange
 from engine.api.answer.rows import Echo
 from engine.api.answer.table import ANSWERS, AnswerApi
@@ -153,31 +154,22 @@ class CheckedRequest:
     """A request that may be submitted. It holds nothing of the body."""
 
     api: AnswerApi
-    model: str
+    heading: Heading
     streams: bool
     keeps_text: bool
     """True if the answer's text is held to its end."""
     n: int
-    sends_usage: bool
-    sends_token_ids: bool
-    logprobs: int | None
     stop_strings: Sequence[str]
     stop_ids: frozenset[int]
     form: AnswerForm
-    sends_reasoning: bool
-    hides_reasoning: bool
-    stop_tokens: Mapping[int, str]
-    is_cut_by_context: bool
     share: Share
     choices: Sequence[Choice]
     prompts: list[AddPrompt]
     branches: Branches | None
     """Its prompts, where they begin alike. None where nothing is known of that."""
     echoes: Sequence[Echo] | None
-    repeated: Repeated | None
-    """The fields of the request that the answer repeats. None where it repeats nothing."""
-    in_base64: bool
-    """True if vectors are told in base64."""
+    answered: Answered
+    """What the answer may tell, without what comes of its choices."""
     prediction: bytes | None
     """The tokens, packed, that its caller expects each answer to have. None where it predicts nothing."""
     answer_len: int
@@ -227,33 +219,47 @@ async def ask(
         echoes = await _echoes(state, tenant, model, request, prompt, prompts)
         prediction = await _prediction(state, tenant, model, request, limits)
     form = await state.forms.of(model, exchange, parsed, prompt, prompts[0])
-    api = ANSWERS[type(request)]
+    api, share = ANSWERS[type(request)], _share(exchange, request)
     repeated = None if api.repeats is None else api.repeats(request, parsed.fields)
     return CheckedRequest(
         api=api,
-        model=request.model,
+        heading=_heading(state, request, api.id_prefix),
         streams=bool(request.stream),
         keeps_text=request.keeps_answer or not request.stream,
         n=request.n or 1,
-        sends_usage=request.include_usage,
-        sends_token_ids=bool(request.return_token_ids),
-        logprobs=request.logprobs_asked,
         stop_strings=request.stop_strings,
         stop_ids=stops,
         form=form,
-        sends_reasoning=request.shows_reasoning,
-        hides_reasoning=request.hides_reasoning,
-        stop_tokens=stop_tokens(request, model.special_ids),
-        is_cut_by_context=choices[0].sampling.max_tokens < (request.output_tokens_max or 0),
-        share=_share(exchange, request),
+        share=share,
         choices=choices,
         prompts=[] if branches is not None else prompts_of(choices, packed, request.n or 1),
         branches=branches,
         echoes=echoes,
-        repeated=repeated,
-        in_base64=isinstance(request, EmbeddingsRequest) and request.encoding_format == "base64",
+        answered=Answered(
+            stop_tokens=stop_tokens(request, model.special_ids),
+            is_cut_by_context=choices[0].sampling.max_tokens < (request.output_tokens_max or 0),
+            sampling=choices[0].sampling,
+            service_class=share.service_class,
+            repeated=repeated,
+            in_base64=isinstance(request, EmbeddingsRequest) and request.encoding_format == "base64",
+            wall=state.clock.wall,
+        ),
         prediction=prediction,
         answer_len=_held_len(request, choices, branches, repeated) + form.held_len + len(prediction or b""),
+    )
+
+
+def _heading(state: EngineState, request: GenerationRequest, id_prefix: str) -> Heading:
+    return Heading(
+        id=id_prefix + secrets.token_hex(12),
+        created=int(state.clock.wall()),
+        model=request.model,
+        system_fingerprint=state.fingerprint(),
+        sends_usage=request.include_usage,
+        sends_token_ids=bool(request.return_token_ids),
+        logprobs=request.logprobs_asked,
+        sends_reasoning=request.shows_reasoning,
+        hides_reasoning=request.hides_reasoning,
     )
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from engine.contract.packing import TOKENS
-from shared.fairness.fair_threads import FairThreads, Slices
+from shared.fairness.fair_threads import FairThreads, Slices, at_once
 from shared.text.prompts import SLICE_IDS
 
 INLINE_IDS_MAX: Final = 4096
@@ -25,12 +25,7 @@ async def pack(
     slices = pack_slices(prompts, vocab_size)
     if sum(map(len, prompts)) > INLINE_IDS_MAX:
         return await threads.run(tenant, slices, holds=True)
-    while True:
-        try:
-            next(slices)
-        except StopIteration as end:
-            packed: list[bytes] | None = end.value
-            return packed
+    return at_once(slices)
 
 
 def pack_slices(prompts: Sequence[list[int]], vocab_size: int) -> Slices[list[bytes] | None]:

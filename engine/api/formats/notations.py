@@ -215,16 +215,25 @@ def _tagged_value(
             yield from source.accepts((ending,))
             yield from _rest(source, rest)
             return True
+    if not (yield from _text_up_to(source, emit, ending, plain, drops_break=tags.drops_break)):
+        return False
+    yield from _rest(source, rest)
+    return True
+
+
+def _text_up_to(
+    source: MarkedSource, emit: Emit, ending: str, plain: Callable[[str], str], *, drops_break: bool
+) -> Reading[bool]:
+    """Pass a text and its ending, as a JSON string. False if the answer ends within it."""
     emit('"')
     while True:
         found = source.text.find(ending, source.at)
         if found >= 0:
             chunk = source.text[source.at : found]
-            emit(escaped(plain(chunk.removesuffix("\n") if tags.drops_break else chunk)) + '"')
+            emit(escaped(plain(chunk.removesuffix("\n") if drops_break else chunk)) + '"')
             source.at = found + len(ending)
-            yield from _rest(source, rest)
             return True
-        free = _free_end(source.text, source.at, ending, tags.drops_break)
+        free = _free_end(source.text, source.at, ending, drops_break)
         emit(escaped(plain(source.text[source.at : free])))
         source.at = free
         if not (yield from source.more()):
@@ -376,7 +385,7 @@ def relaxed(
         if not char:
             return
         if (yield from source.accepts(delimiter)):
-            yield from _delimited(source, emit, delimiter[0], plain)
+            yield from _text_up_to(source, emit, delimiter[0], plain, drops_break=False)
         elif char == '"':
             emit((yield from json_string(source)))
         elif char in "{}[],:":
@@ -390,25 +399,6 @@ def relaxed(
             is_key = before in ("{", ",") and (yield from source.space()) == ":"
             emit(quoted(word) if is_key else word)
         before = char
-
-
-def _delimited(
-    source: MarkedSource, emit: Emit, delimiter: str, plain: Callable[[str], str]
-) -> Reading[None]:
-    emit('"')
-    while True:
-        found = source.text.find(delimiter, source.at)
-        end = found if found >= 0 else _free_end(source.text, source.at, delimiter, False)
-        emit(escaped(plain(source.text[source.at : end])))
-        source.at = end
-        if found >= 0:
-            source.at += len(delimiter)
-            emit('"')
-            return
-        if not (yield from source.more()):
-            emit(escaped(plain(source.text[source.at :])))
-            source.at = len(source.text)
-            return
 
 
 # -- Python's keyword arguments -----------------------------------------------------------------------
@@ -486,17 +476,18 @@ class _Literals:
         if char in "'\"":
             yield from self._string(char)
         elif char in "[(" and not is_key:
-            yield from self._items("]" if char == "[" else ")", depth)
+            yield from self._members(depth, "]" if char == "[" else ")", "[]", keyed=False)
         elif char == "{" and not is_key:
-            yield from self._pairs(depth)
+            yield from self._members(depth, "}", "{}", keyed=True)
         else:
             word = yield from self._scalar()
             self.emit(quoted(word) if is_key else word)
 
-    def _items(self, closing: str, depth: int) -> Reading[None]:
+    def _members(self, depth: int, closing: str, written: str, *, keyed: bool) -> Reading[None]:
+        """What stands between brackets, up to the closing one. `written`: JSON's brackets for it."""
         source = self.source
         source.at += 1
-        self.emit("[")
+        self.emit(written[0])
         count = 0
         while (char := (yield from source.space())) != closing:
             if count:
@@ -504,29 +495,14 @@ class _Literals:
                 if (yield from source.space()) == closing:
                     break
                 self.emit(", ")
+            if keyed:
+                yield from self.value(depth + 1, is_key=True)
+                self._expect((yield from source.space()), ":")
+                self.emit(": ")
             yield from self.value(depth + 1)
             count += 1
         source.at += 1
-        self.emit("]")
-
-    def _pairs(self, depth: int) -> Reading[None]:
-        source = self.source
-        source.at += 1
-        self.emit("{")
-        count = 0
-        while (char := (yield from source.space())) != "}":
-            if count:
-                self._expect(char, ",")
-                if (yield from source.space()) == "}":
-                    break
-                self.emit(", ")
-            yield from self.value(depth + 1, is_key=True)
-            self._expect((yield from source.space()), ":")
-            self.emit(": ")
-            yield from self.value(depth + 1)
-            count += 1
-        source.at += 1
-        self.emit("}")
+        self.emit(written[1])
 
     def _expect(self, char: str, wanted: str) -> None:
         if char != wanted:

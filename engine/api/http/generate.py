@@ -27,7 +27,6 @@ Rules
 from __future__ import annotations
 
 import asyncio
-import secrets
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -37,8 +36,8 @@ from typing import Final
 from msgspec import UNSET, UnsetType
 
 from engine.api.answer.detokenizer import Detokenizer, PartsDetokenizer
-from engine.api.answer.encoder import Answered, AnswerEncoder, Heading
-from engine.api.answer.exchange import SLOW_S, WRITE_LEN, EngineExchange, Tally
+from engine.api.answer.encoder import AnswerEncoder
+from engine.api.answer.exchange import SLOW_S, WRITE_LEN, EngineExchange
 from engine.api.answer.outputs import ChoiceOutput, Delta, RequestOutput
 from engine.api.answer.stop_strings import StopStrings
 from engine.api.answer.text_room import TextRoom
@@ -48,6 +47,7 @@ from engine.api.ask.engine_state import EngineState
 from engine.api.ask.model import ServedModel
 from engine.api.core.client import Share
 from engine.api.core.parts import Branches, Parts
+from engine.api.told.attribution import milliseconds
 from engine.api.told.vllm_metrics import EndedSequence
 from shared.apis.generation import CompletionTokensDetails, GenerationRequest, PromptTokensDetails, Usage
 from shared.apis.holding import Holding
@@ -161,7 +161,7 @@ class Generation:
         self._encoder = self._make_encoder(asked, model)
         if asked.api.failing is not None:
             exchange.failing = asked.api.failing(self._encoder)
-        self._awaits_scores = asked.echoes is not None and asked.logprobs is not None
+        self._awaits_scores = asked.echoes is not None and asked.heading.logprobs is not None
         self._handles: list[int] = []
         self._is_settled = False
 
@@ -174,7 +174,9 @@ class Generation:
                 if self._is_crowd:
                     await self._let_others_run()
                 self._submit()
-                self._exchange.tally = Tally(len(self._outputs), masks_s=0.0 if self._grammar_kind else None)
+                self._exchange.tally = sse.Closing(end_reason="")
+                self._exchange.sequences = len(self._outputs)
+                self._exchange.has_grammar = bool(self._grammar_kind)
                 if not self._streams:
                     self._exchange.tell_load()
                 await (self._stream() if self._streams else self._respond())
@@ -369,7 +371,8 @@ class Generation:
         now = exchange.stages.enter("flush")
         exchange.stage = min((output.stage for output in self._outputs), key=_STAGES.index)
         exchange.tally = tally = self._tally(now)
-        timing = tally.timing
+        last = max(self._outputs, key=lambda output: output.timing(now).life_s)
+        timing = last.timing(now)
         parts = {
             "stalled": timing.stalled_s,
             "preempted": timing.preempted_s,
@@ -380,10 +383,9 @@ class Generation:
         exchange.stages.carve("handover", {stage: seconds for stage, seconds in parts.items() if seconds})
         if not self._handles:
             return
-        last = max(self._outputs, key=lambda output: output.timing(now).life_s)
         exchange.causes += last.causes(now, shared=len(self._outputs) > 1)
         if self._state.core.silences and (silent_s := self._state.core.silent_s(last.submitted_at, now)):
-            exchange.causes.append(Cause(code=CauseCode.CORE_SILENT, ms=round(silent_s * 1e3, 3)))
+            exchange.causes.append(Cause(code=CauseCode.CORE_SILENT, ms=milliseconds(silent_s)))
         self._settle_form(tally)
         metrics.prompt_tokens.inc(by=tally.prompt_tokens)
         metrics.count_uncharged(choice=self._prompt_tokens_again())
@@ -404,22 +406,22 @@ class Generation:
                 gap_s = output.timing(now).decode_s / (output.completion_tokens - 1)
                 metrics.tpot_s.observe(gap_s, exemplar=exemplar)
 
-    def _settle_form(self, tally: Tally) -> None:
+    def _settle_form(self, tally: sse.Closing) -> None:
         """Note what is not in every answer: reasoning, calls, and what its grammar took."""
         exchange, metrics = self._exchange, self._state.metrics
         if tally.reasoning_tokens or tally.calls:
             metrics.reasoning_tokens.inc(by=tally.reasoning_tokens)
             metrics.calls.inc(by=tally.calls)
-        if tally.masks_s is None:
+        if not self._grammar_kind:
             return
-        if tally.masks_s >= SLOW_S:
-            exchange.causes.append(Cause(code=CauseCode.MASKS, ms=round(tally.masks_s * 1e3, 3)))
+        if tally.masks_ms >= SLOW_S * 1e3:
+            exchange.causes.append(Cause(code=CauseCode.MASKS, ms=tally.masks_ms))
         metrics.grammar_requests.inc(self._grammar_kind)
         for output in self._outputs:
             metrics.masks_s.observe(output.grammar_s)
 
     def _ended(self, index: int, output: ChoiceOutput, now: float) -> EndedSequence:
-        error, timing = self._exchange.fate or self._output.error, output.timing(now)
+        error = self._exchange.fate or self._output.error
         is_abort = error is None or isinstance(error, RequestAborted)
         ended = "stop" if output.finish_reason == "tool_calls" else output.finish_reason
         return EndedSequence(
@@ -427,18 +429,16 @@ class Generation:
             prompt_len=self._shared_len + self._prompt_lens[index // self._n],
             tokens=output.completion_tokens,
             tokens_max=self._tokens_max[index],
-            queue_s=timing.queue_s,
-            prefill_s=timing.prefill_s,
-            decode_s=timing.decode_s,
-            run_s=timing.life_s - timing.queue_s,
+            timing=output.timing(now),
         )
 
-    def _tally(self, now: float) -> Tally:
+    def _tally(self, now: float) -> sse.Closing:
+        """What all sequences took; of the times, those of the one that ended last."""
         timings = [output.timing(now) for output in self._outputs]
         last = max(timings, key=lambda timing: timing.life_s)
         mispredicted = sum(output.mispredicted for output in self._outputs) if self._predicts else 0
-        return Tally(
-            sequences=len(self._outputs),
+        return sse.Closing(
+            end_reason="",
             prompt_tokens=self._prompt_tokens(),
             completion_tokens=mispredicted + sum(output.completion_tokens for output in self._outputs),
             cached_tokens=self._cached_tokens(),
@@ -446,16 +446,20 @@ class Generation:
             disk_tokens=sum(output.disk_len for output in self._outputs[:: self._n]),
             reasoning_tokens=sum(output.reasoning_tokens for output in self._outputs) if self._reads else 0,
             calls=sum(output.calls for output in self._outputs) if self._reads else 0,
-            drafted=sum(output.drafted for output in self._outputs),
-            accepted=sum(output.accepted for output in self._outputs),
-            predicted=sum(output.predicted for output in self._outputs) if self._predicts else 0,
-            mispredicted=mispredicted,
-            masks_s=sum(output.grammar_s for output in self._outputs) if self._grammar_kind else None,
-            timing=replace(
-                last,
-                preemptions=sum(timing.preemptions for timing in timings),
-                swaps=sum(timing.swaps for timing in timings),
+            drafted_tokens=sum(output.drafted for output in self._outputs),
+            accepted_tokens=sum(output.accepted for output in self._outputs),
+            accepted_prediction_tokens=(
+                sum(output.predicted for output in self._outputs) if self._predicts else 0
             ),
+            rejected_prediction_tokens=mispredicted,
+            masks_ms=milliseconds(sum(output.grammar_s for output in self._outputs)),
+            queue_ms=milliseconds(last.queue_s),
+            prefill_ms=milliseconds(last.prefill_s),
+            decode_ms=milliseconds(last.decode_s),
+            preempted_ms=milliseconds(last.preempted_s),
+            preemptions=sum(timing.preemptions for timing in timings),
+            swaps=sum(timing.swaps for timing in timings),
+            stalled_ms=milliseconds(last.stalled_s),
         )
 
     def _prompt_tokens(self) -> int:
@@ -497,7 +501,7 @@ class Generation:
         ]
         return sum(sum(lens) - max(lens, default=0) for lens in lacking)
 
-    def _usage(self, tally: Tally | None) -> Usage:
+    def _usage(self, tally: sse.Closing | None) -> Usage:
         assert tally is not None
         return Usage(
             tally.prompt_tokens,
@@ -507,10 +511,11 @@ class Generation:
             self._details(tally),
         )
 
-    def _details(self, tally: Tally) -> CompletionTokensDetails | UnsetType:
+    def _details(self, tally: sse.Closing) -> CompletionTokensDetails | UnsetType:
         """The parts of the completion's tokens, where it may have several."""
         if self._predicts:
-            return CompletionTokensDetails(tally.reasoning_tokens, tally.predicted, tally.mispredicted)
+            predicted = tally.accepted_prediction_tokens, tally.rejected_prediction_tokens
+            return CompletionTokensDetails(tally.reasoning_tokens, *predicted)
         return CompletionTokensDetails(tally.reasoning_tokens) if self._reasons else UNSET
 
     # -- making -----------------------------------------------------------------------------------
@@ -543,7 +548,7 @@ class Generation:
             self._output,
             detokenizer,
             stop_token_ids=asked.stop_ids,
-            keeps_entries=asked.sends_token_ids or asked.logprobs is not None,
+            keeps_entries=asked.heading.sends_token_ids or asked.heading.logprobs is not None,
             tells_calls=reading is not None and reading.tells_calls,
             submitted_at=self._state.clock.monotonic(),
             steps=core.steps,
@@ -561,32 +566,11 @@ class Generation:
         return parts
 
     def _make_encoder(self, asked: CheckedRequest, model: ServedModel) -> AnswerEncoder:
-        heading = Heading(
-            id=asked.api.id_prefix + secrets.token_hex(12),
-            created=int(self._state.clock.wall()),
-            model=asked.model,
-            system_fingerprint=self._state.fingerprint(),
-            sends_usage=asked.sends_usage,
-            sends_token_ids=asked.sends_token_ids,
-            logprobs=asked.logprobs,
-            sends_reasoning=asked.sends_reasoning,
-            hides_reasoning=asked.hides_reasoning,
-        )
-        prompts = [choice.prompt_ids for choice in asked.choices] if asked.sends_token_ids else []
+        prompts = [choice.prompt_ids for choice in asked.choices] if asked.heading.sends_token_ids else []
         scored = [self._outputs[index - index % asked.n] for index in range(len(asked.choices))]
         echoes = [asked.echoes[choice.prompt_index] if asked.echoes else None for choice in asked.choices]
-        answered = Answered(scored, prompts, echoes, asked.stop_tokens, asked.is_cut_by_context)
-        if asked.choices[0].sampling.vector_len:
-            answered = replace(answered, in_base64=asked.in_base64)
-        if asked.repeated is not None:
-            answered = replace(
-                answered,
-                sampling=asked.choices[0].sampling,
-                service_class=asked.share.service_class,
-                repeated=asked.repeated,
-                wall=self._state.clock.wall,
-            )
-        return asked.api.encoder(heading, model.tokenizer, answered)
+        answered = replace(asked.answered, scored=scored, prompts=prompts, echoes=echoes)
+        return asked.api.encoder(asked.heading, model.tokenizer, answered)
 
 
 _STAGES = ("queue", "prefill", "preempted", "decode", "stalled")

@@ -39,25 +39,13 @@ NO_BODY_STATUSES: Final = frozenset([204, 304])
 class ServerRequest:
     """A request whose header list came; its body may still be on its way."""
 
-    __slots__ = (
-        "_connection",
-        "_stream",
-        "authority",
-        "headers",
-        "method",
-        "path",
-        "query",
-        "scheme",
-    )
+    __slots__ = ("_connection", "_stream", "headers", "method", "path")
 
     def __init__(self, connection: Connection, stream: Stream) -> None:
         assert stream.head is not None
         pseudo = {name: value.decode("latin-1") for name, value in stream.head if name[:1] == b":"}
-        path, _, self.query = pseudo.get(b":path", "").partition("?")
         self.method = pseudo[b":method"]
-        self.scheme = pseudo.get(b":scheme", "")
-        self.authority = pseudo.get(b":authority", "")
-        self.path = unquote(path)
+        self.path = unquote(pseudo.get(b":path", "").partition("?")[0])
         self.headers: Mapping[str, str] = Headers(stream.head)
         self._connection = connection
         self._stream = stream
@@ -274,11 +262,6 @@ class Http2Server:
         self.draining = True
         for endpoint in list(self.endpoints):
             endpoint.connection.retire()
-
-    async def drain(self) -> None:
-        """Finish what runs and accept nothing new. The caller bounds it, and calls `close` after."""
-        self.retire()
-        await self.wait_closed()
 
     async def close(self) -> None:
         """End every connection now. Handlers are cancelled, and awaited."""

@@ -16,6 +16,7 @@ The gaps     between its tokens are the intervals of the steps since then, since
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from msgspec import Struct
@@ -83,25 +84,41 @@ class SequenceMarks(Struct, eq=False):
         self.interruptions = kept
 
 
-class Spent(NamedTuple):
-    """The time that a sequence spent, in seconds, and the tokens that it computed."""
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """The time that a sequence spent in each stage, in seconds."""
 
-    queue_s: float
-    prefill_s: float
-    decode_s: float
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    preempted_s: float = 0.0
+    preemptions: int = 0
+    stalled_s: float = 0.0
+    swaps: int = 0
+    """The preemptions after which its pages were kept in host memory."""
+
+    @property
+    def life_s(self) -> float:
+        return self.queue_s + self.prefill_s + self.decode_s + self.preempted_s + self.stalled_s
+
+
+class Spent(NamedTuple):
+    """The time that a sequence spent, and the tokens that it computed."""
+
+    timing: Timing
     cached_len: int
     tokens: int
     grammar_s: float = 0.0
-    """The core's time for its grammar, beside the rest."""
+    """The core's time for its grammar, in seconds, beside the rest."""
 
 
 def causes_of(marks: SequenceMarks, spent: Spent, ring: StepRing, *, shared: bool = False) -> Iterator[Cause]:
     """The causes of a sequence's waits, in the order of its life. `shared` says that its request has other
     sequences."""
     admitted = marks.admitted or ring.mark()
-    if spent.queue_s * 1e3 >= WAIT_MS_MIN:
+    if spent.timing.queue_s * 1e3 >= WAIT_MS_MIN:
         yield wait_cause(marks, admitted, spent, ring, shared=shared)
-    if marks.admitted is not None and spent.prefill_s * 1e3 >= WAIT_MS_MIN:
+    if marks.admitted is not None and spent.timing.prefill_s * 1e3 >= WAIT_MS_MIN:
         yield prefill_cause(marks, marks.first_token or ring.mark(), spent, ring, shared=shared)
     if marks.first_token is not None:
         for step in gaps(marks.first_token.number, spent, marks.interruptions, ring):
@@ -110,7 +127,7 @@ def causes_of(marks: SequenceMarks, spent: Spent, ring: StepRing, *, shared: boo
         if one.seconds * 1e3 >= WAIT_MS_MIN:
             yield Cause(
                 code=one.code,
-                ms=_ms(one.seconds),
+                ms=milliseconds(one.seconds),
                 step=_count(one.last),
                 steps=_count(one.last - one.after),
                 swapped=one.swapped,
@@ -129,11 +146,11 @@ def wait_cause(
     higher = sum(taken[marks.service_class + 1 :])
     steps = ring.between(marks.arrived.number, admitted.number)
     seen = next((step for step in steps if step.lack is lack), admitted.step)
-    is_compiled = 2 * spent.grammar_s >= spent.queue_s or admitted.number == marks.arrived.number
+    is_compiled = 2 * spent.grammar_s >= spent.timing.queue_s or admitted.number == marks.arrived.number
     waits_for_grammar = lack is Lack.NOTHING and spent.grammar_s > 0.0 and is_compiled
     return Cause(
         code=CauseCode.WAITED_GRAMMAR if waits_for_grammar else _WAITS[lack],
-        ms=_ms(spent.queue_s),
+        ms=milliseconds(spent.timing.queue_s),
         step=_count(admitted.number),
         steps=_count(admitted.number - marks.arrived.number),
         requests=_count(seen.holders) if lack in (Lack.SLOTS, Lack.PAGES) else 0,
@@ -156,7 +173,7 @@ def prefill_cause(
     is_over = marks.first_token is not None
     return Cause(
         code=CauseCode.PREFILL,
-        ms=_ms(spent.prefill_s),
+        ms=milliseconds(spent.timing.prefill_s),
         step=_count(first_token.number),
         steps=_count(steps),
         own_tokens=_count(own_tokens),
@@ -170,7 +187,7 @@ def prefill_cause(
 
 def gaps(after: int, spent: Spent, interruptions: Sequence[Interruption], ring: StepRing) -> list[StepRecord]:
     """The steps of the longest gaps between tokens that are worth telling, the longest first."""
-    mean_s = spent.decode_s / max(1, spent.tokens - 1)
+    mean_s = spent.timing.decode_s / max(1, spent.tokens - 1)
     found: list[StepRecord] = []
     for step in ring.longest_since(after):
         if step.interval_s < max(GAP_FACTOR * mean_s, WAIT_MS_MIN / 1e3) or len(found) == GAPS_MAX:
@@ -184,14 +201,14 @@ def gap_cause(step: StepRecord, *, shared: bool) -> Cause:
     """The cause of a gap between two tokens."""
     return Cause(
         code=_gap_code(step),
-        ms=_ms(step.interval_s),
+        ms=milliseconds(step.interval_s),
         step=_count(step.number),
         steps=1,
         requests=_count(step.prompts),
         prompt_tokens=_count(step.prompt_tokens),
         decodes=_count(sum(step.decodes)),
         pages=_count(step.copied_pages),
-        expected_ms=_ms(step.expected_s),
+        expected_ms=milliseconds(step.expected_s),
         shared=shared,
     )
 
@@ -217,5 +234,5 @@ def _count(number: int) -> int:
     return min(max(0, number), COUNT_MAX)
 
 
-def _ms(seconds: float) -> float:
+def milliseconds(seconds: float) -> float:
     return round(max(0.0, seconds) * 1e3, 3)

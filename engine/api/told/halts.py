@@ -27,8 +27,8 @@ class Halts:
     """The halts of one sequence."""
 
     __slots__ = (
-        *("_halt", "_is_paused", "_over", "_preempted", "_preempted_s", "_ring", "_stalled_s"),
-        *("preemptions", "swaps"),
+        *("_halt", "_over", "_preempted", "_preempted_s", "_ring", "_stalled_s"),
+        *("is_paused", "preemptions", "swaps"),
     )
 
     def __init__(self, ring: StepRing) -> None:
@@ -40,14 +40,10 @@ class Halts:
         back from host memory at their ends."""
         self._preempted: CauseCode | None = None
         """The reason for which it was preempted; None when it is not."""
-        self._is_paused = False
+        self.is_paused = False
         self._preempted_s = self._stalled_s = 0.0
         self.preemptions = self.swaps = 0
         """Preemptions while it ran, and those of them after which pages came back from host memory."""
-
-    @property
-    def is_paused(self) -> bool:
-        return self._is_paused
 
     @property
     def is_preempted(self) -> bool:
@@ -55,22 +51,22 @@ class Halts:
 
     def stalled_s(self, now: float) -> float:
         halt = self._halt
-        return self._stalled_s + (now - halt.since if halt is not None and self._is_paused else 0.0)
+        return self._stalled_s + (now - halt.since if halt is not None and self.is_paused else 0.0)
 
     def preempted_s(self, now: float) -> float:
         halt = self._halt
-        return self._preempted_s + (now - halt.since if halt is not None and not self._is_paused else 0.0)
+        return self._preempted_s + (now - halt.since if halt is not None and not self.is_paused else 0.0)
 
     def pause(self, now: float) -> None:
-        assert not self._is_paused
+        assert not self.is_paused
         self._end(now)
-        self._is_paused = True
+        self.is_paused = True
         self._begin(CauseCode.STALLED, now)
 
     def resume(self, now: float) -> None:
-        assert self._is_paused
+        assert self.is_paused
         self._end(now)
-        self._is_paused = False
+        self.is_paused = False
         if self._preempted is not None:
             self._begin(self._preempted, now)
 
@@ -81,7 +77,7 @@ class Halts:
         else:
             self._preempted = preemption_code(move)
             self.preemptions += move is not Move.PREEMPTED_STALLED
-        if self._is_paused:
+        if self.is_paused:
             return
         self._end(now, swapped)
         if self._preempted is not None:
@@ -103,7 +99,7 @@ class Halts:
         if halt is None:
             return
         self._over.append((halt, now - halt.since, swapped))
-        if self._is_paused:
+        if self.is_paused:
             self._stalled_s += now - halt.since
         else:
             self._preempted_s += now - halt.since

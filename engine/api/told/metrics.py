@@ -6,8 +6,9 @@ observations and one addition, a request a handful, a token nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -53,7 +54,7 @@ class EngineMetrics:
         """`step_tokens_max` is the budget of one step. With `vllm` the figures have vLLM's names, too."""
         self._step_tokens_max = step_tokens_max
         self._vllm_names = vllm
-        self._read: Callable[[], CoreReading] | None = None
+        self._read: Callable[[], CoreReading] = partial(CoreReading, None, 0, 0, False)
         self.vllm: VllmMetrics | None = None
         """The figures under vLLM's names. None where they are not wanted, and before the core is ready."""
         self._last_step = 0
@@ -142,17 +143,12 @@ class EngineMetrics:
     def core_ready(self, info: RunnerInfo) -> None:
         """Take note of what the core has. Its sizes are in vLLM's metrics."""
         if self._vllm_names is not None and self.vllm is None:
-            self.vllm = VllmMetrics(self._vllm_names, info, self.registry)
-            self.vllm.watch(self._vllm_reading)
+            self.vllm = VllmMetrics(self._vllm_names, info, self.registry, self._vllm_reading)
 
     def _vllm_reading(self) -> VllmReading:
-        reading = None if self._read is None else self._read()
-        return VllmReading(
-            stats=None if reading is None else reading.stats,
-            waiting=0 if reading is None else reading.waiting,
-            prompt_tokens=self.prompt_tokens.value(),
-            generated_tokens=self.generated_tokens.value(),
-        )
+        reading = self._read()
+        tokens = self.prompt_tokens.value(), self.generated_tokens.value()
+        return VllmReading(reading.stats, reading.waiting, *tokens)
 
     def exposition(self, accept: str | None = None) -> Exposition:
         """The answer to a scrape: the process's metrics and the engine's."""
@@ -191,89 +187,75 @@ class _CoreCollector(Collector):
 
 
 def _by_class(stats: CoreStats) -> Iterator[Metric]:
-    depth = GaugeMetricFamily(
-        f"{PREFIX}class_waiting", "Sequences that wait for a slot.", labels=["service_class"]
-    )
-    age = GaugeMetricFamily(
-        f"{PREFIX}class_waiting_age_seconds",
-        "How long ago the first of those that wait came.",
-        labels=["service_class"],
-    )
-    tokens = GaugeMetricFamily(
-        f"{PREFIX}class_waiting_tokens",
-        "Prompt tokens that are to be computed and are not.",
-        labels=["service_class"],
-    )
-    readings = (depth, stats.class_waiting), (age, stats.class_waited_s), (tokens, stats.class_tokens)
-    for family, values in readings:
-        for service_class, value in zip(ServiceClass, values, strict=False):
-            family.add_metric([service_class.name.lower()], value)
-        yield family
+    names = [service_class.name.lower() for service_class in ServiceClass]
+    for name, text, values in (
+        ("class_waiting", "Sequences that wait for a slot.", stats.class_waiting),
+        (
+            "class_waiting_age_seconds",
+            "How long ago the first of those that wait came.",
+            stats.class_waited_s,
+        ),
+        ("class_waiting_tokens", "Prompt tokens that are to be computed and are not.", stats.class_tokens),
+    ):
+        told = dict(zip(names, values, strict=False))
+        yield _labelled(GaugeMetricFamily, name, text, "service_class", told)
 
 
 def _kv_pages(free: int, cached: int, owned: int) -> Metric:
-    pages = GaugeMetricFamily(f"{PREFIX}kv_pages", "Pages of the KV cache.", labels=["state"])
-    pages.add_metric(["free"], free)
-    pages.add_metric(["cached"], cached)
-    pages.add_metric(["owned"], owned)
-    return pages
+    pages = {"free": free, "cached": cached, "owned": owned}
+    return _labelled(GaugeMetricFamily, "kv_pages", "Pages of the KV cache.", "state", pages)
 
 
 def _memory(stats: CoreStats) -> Iterator[Metric]:
     yield _kv_pages(stats.pages_free, stats.pages_cached, stats.pages_owned)
-    yield from _session_pages(stats)
+    yield _gauge("session_pages", "Cached pages that are kept for a session's next turn.", stats.pages_kept)
+    yield _labelled(
+        CounterMetricFamily,
+        "session_page_events",
+        "What happened to such pages: found by a turn, or evicted in their time.",
+        "event",
+        {"found": stats.kept_found, "evicted": stats.kept_evicted},
+    )
     yield from _states(stats.states)
-    host = GaugeMetricFamily(f"{PREFIX}host_pages", "Pages in host memory.", labels=["state"])
-    host.add_metric(["free"], stats.host_pages_free)
-    host.add_metric(["used"], stats.host_pages_used)
-    host.add_metric(["kept"], stats.host_pages_kept)
-    yield host
-    hits = CounterMetricFamily(
-        f"{PREFIX}prefix_tier_tokens", "Prompt tokens that the prefix cache had, and where.", labels=["tier"]
+    host = {"free": stats.host_pages_free, "used": stats.host_pages_used, "kept": stats.host_pages_kept}
+    yield _labelled(GaugeMetricFamily, "host_pages", "Pages in host memory.", "state", host)
+    slower = {"host": stats.prefix_host_tokens, "disk": stats.prefix_disk_tokens}
+    yield _labelled(
+        CounterMetricFamily,
+        "prefix_tier_tokens",
+        "Prompt tokens that the prefix cache had, and where.",
+        "tier",
+        {"device": stats.prefix_hit_tokens - sum(slower.values()), **slower},
     )
-    slower = stats.prefix_host_tokens + stats.prefix_disk_tokens
-    hits.add_metric(["device"], stats.prefix_hit_tokens - slower)
-    hits.add_metric(["host"], stats.prefix_host_tokens)
-    hits.add_metric(["disk"], stats.prefix_disk_tokens)
-    yield hits
-    yield _gauge("disk_pages", "Pages of the KV cache on disk.", stats.disk.files)
-    disk = CounterMetricFamily(
-        f"{PREFIX}disk_page_events", "What happened to pages on disk.", labels=["event"]
+    disk = stats.disk
+    yield _gauge("disk_pages", "Pages of the KV cache on disk.", disk.files)
+    yield _labelled(
+        CounterMetricFamily,
+        "disk_page_events",
+        "What happened to pages on disk.",
+        "event",
+        {"written": disk.written, "dropped": disk.dropped, "read": disk.read, "missed": disk.missed},
     )
-    disk.add_metric(["written"], stats.disk.written)
-    disk.add_metric(["dropped"], stats.disk.dropped)
-    disk.add_metric(["read"], stats.disk.read)
-    disk.add_metric(["missed"], stats.disk.missed)
-    yield disk
-    preemptions = CounterMetricFamily(
-        f"{PREFIX}preemptions", "Sequences that gave up their pages, or a slot alone.", labels=["kind"]
+    yield _labelled(
+        CounterMetricFamily,
+        "preemptions",
+        "Sequences that gave up their pages, or a slot alone.",
+        "kind",
+        {"pages": stats.preemptions - stats.yields, "yield": stats.yields},
     )
-    preemptions.add_metric(["pages"], stats.preemptions - stats.yields)
-    preemptions.add_metric(["yield"], stats.yields)
-    yield preemptions
     yield _counter("swaps_in", "Sequences whose pages came back from host memory.", stats.swaps_in)
-    swapped = CounterMetricFamily(
-        f"{PREFIX}swapped_bytes", "Copied to host memory, and back.", labels=["direction"]
-    )
-    swapped.add_metric(["out"], stats.swapped_out_bytes)
-    swapped.add_metric(["in"], stats.swapped_in_bytes)
-    yield swapped
+    swapped = {"out": stats.swapped_out_bytes, "in": stats.swapped_in_bytes}
+    text = "Copied to host memory, and back."
+    yield _labelled(CounterMetricFamily, "swapped_bytes", text, "direction", swapped)
 
 
 def _states(counts: StateCounts) -> Iterator[Metric]:
-    places = GaugeMetricFamily(
-        f"{PREFIX}state_places", "Places for snapshots of sequences' states.", labels=["state"]
-    )
-    places.add_metric(["free"], counts.free)
-    places.add_metric(["kept"], counts.kept)
-    yield places
-    events = CounterMetricFamily(
-        f"{PREFIX}state_events", "What happened to snapshots of states.", labels=["event"]
-    )
-    events.add_metric(["saved"], counts.saved)
-    events.add_metric(["restored"], counts.restored)
-    events.add_metric(["evicted"], counts.evicted)
-    yield events
+    places = {"free": counts.free, "kept": counts.kept}
+    text = "Places for snapshots of sequences' states."
+    yield _labelled(GaugeMetricFamily, "state_places", text, "state", places)
+    events = {"saved": counts.saved, "restored": counts.restored, "evicted": counts.evicted}
+    text = "What happened to snapshots of states."
+    yield _labelled(CounterMetricFamily, "state_events", text, "event", events)
     yield _counter(
         "prefix_stateless_tokens",
         "Prompt tokens that were computed again since no state lay behind their pages.",
@@ -281,16 +263,17 @@ def _states(counts: StateCounts) -> Iterator[Metric]:
     )
 
 
-def _session_pages(stats: CoreStats) -> Iterator[Metric]:
-    yield _gauge("session_pages", "Cached pages that are kept for a session's next turn.", stats.pages_kept)
-    kept = CounterMetricFamily(
-        f"{PREFIX}session_page_events",
-        "What happened to such pages: found by a turn, or evicted in their time.",
-        labels=["event"],
-    )
-    kept.add_metric(["found"], stats.kept_found)
-    kept.add_metric(["evicted"], stats.kept_evicted)
-    yield kept
+def _labelled(
+    kind: type[GaugeMetricFamily | CounterMetricFamily],
+    name: str,
+    text: str,
+    label: str,
+    values: Mapping[str, float],
+) -> Metric:
+    family = kind(PREFIX + name, text, labels=[label])
+    for told, value in values.items():
+        family.add_metric([told], value)
+    return family
 
 
 def _gauge(name: str, text: str, value: float) -> Metric:

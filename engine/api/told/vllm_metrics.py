@@ -23,6 +23,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from engine.api.told.attribution import Timing
 from engine.contract.messages import CoreStats, RunnerInfo, StepOutput
 from shared.process.metrics import Counter, Exemplar, Histogram
 
@@ -58,11 +59,7 @@ class EndedSequence:
     """Tokens that it sampled."""
     tokens_max: int
     """Tokens that it was allowed."""
-    queue_s: float
-    prefill_s: float
-    decode_s: float
-    run_s: float
-    """From its admission to its end, whatever it did."""
+    timing: Timing
 
 
 def one_two_five(largest: int) -> tuple[float, ...]:
@@ -97,7 +94,14 @@ class VllmReading:
 class VllmMetrics:
     """The metrics of one engine under vLLM's names."""
 
-    def __init__(self, names: VllmNames, info: RunnerInfo, registry: CollectorRegistry) -> None:
+    def __init__(
+        self,
+        names: VllmNames,
+        info: RunnerInfo,
+        registry: CollectorRegistry,
+        read: Callable[[], VllmReading],
+    ) -> None:
+        """`read` is asked at each scrape for what the core counts."""
         self._labels: Final = (names.model, ENGINE)
         self._registry = registry
         lengths = one_two_five(info.max_model_len)
@@ -127,6 +131,7 @@ class VllmMetrics:
         for reason in REASONS:
             self._ended.inc(*self._labels, reason, by=0)
         registry.register(_Renamed(self._token_s, f"{PREFIX}time_per_output_token_seconds"))
+        registry.register(_Counted(read, self._labels))
         registry.register(_CacheConfig(info, prefix_cache=names.prefix_cache))
 
     def _histogram(self, name: str, documentation: str, buckets: Sequence[float]) -> Histogram:
@@ -134,10 +139,6 @@ class VllmMetrics:
         histogram = Histogram(PREFIX + name, documentation, LABELS, buckets, registry=self._registry)
         histogram.declare(*self._labels)
         return histogram
-
-    def watch(self, read: Callable[[], VllmReading]) -> None:
-        """Ask `read` for what the core counts at each scrape."""
-        self._registry.register(_Counted(read, self._labels))
 
     def on_step(self, step: StepOutput) -> None:
         """Count a step that was committed."""
@@ -161,15 +162,15 @@ class VllmMetrics:
         self._choices.observe(len(sequences), *labels)
         for one in sequences:
             self._ended.inc(*labels, one.reason)
-            self._queue_s.observe(one.queue_s, *labels, exemplar=exemplar)
-            self._run_s.observe(one.run_s, *labels)
-            self._prefill_s.observe(one.prefill_s, *labels)
-            self._decode_s.observe(one.decode_s, *labels)
+            self._queue_s.observe(one.timing.queue_s, *labels, exemplar=exemplar)
+            self._run_s.observe(one.timing.life_s - one.timing.queue_s, *labels)
+            self._prefill_s.observe(one.timing.prefill_s, *labels)
+            self._decode_s.observe(one.timing.decode_s, *labels)
             self._prompt_tokens.observe(one.prompt_len, *labels)
             self._generation_tokens.observe(one.tokens, *labels)
             self._tokens_max.observe(one.tokens_max, *labels)
             if one.tokens > 1:
-                self._mean_token_s.observe(one.decode_s / (one.tokens - 1), *labels)
+                self._mean_token_s.observe(one.timing.decode_s / (one.tokens - 1), *labels)
 
 
 class _Counted(Collector):
@@ -181,22 +182,23 @@ class _Counted(Collector):
 
     def collect(self) -> Iterator[Metric]:
         reading = self._read()
-        stats = reading.stats
-        waiting = reading.waiting if stats is None else max(reading.waiting, stats.waiting)
-        running = 0 if stats is None else stats.running
-        yield self._gauge("num_requests_running", "Sequences that hold a slot.", running)
+        stats = reading.stats or CoreStats()
+        waiting, owned = max(reading.waiting, stats.waiting), stats.pages_owned
+        yield self._gauge("num_requests_running", "Sequences that hold a slot.", stats.running)
         yield self._gauge("num_requests_waiting", "Sequences that wait for a slot.", waiting)
+        kv_use = _part(owned, owned + stats.pages_cached + stats.pages_free)
         for name in ("kv_cache_usage_perc", "gpu_cache_usage_perc"):
-            yield self._gauge(name, "Part of the KV cache that sequences hold, 0 to 1.", _kv_use(stats))
-        yield self._gauge("cpu_cache_usage_perc", "Part of the host pages in use, 0 to 1.", _host_use(stats))
-        queries, hits = (0, 0) if stats is None else (stats.prefix_query_tokens, stats.prefix_hit_tokens)
+            yield self._gauge(name, "Part of the KV cache that sequences hold, 0 to 1.", kv_use)
+        used = stats.host_pages_used + stats.host_pages_kept
+        host_use = _part(used, used + stats.host_pages_free)
+        yield self._gauge("cpu_cache_usage_perc", "Part of the host pages in use, 0 to 1.", host_use)
+        queries, hits = stats.prefix_query_tokens, stats.prefix_hit_tokens
         for name in ("prefix_cache", "gpu_prefix_cache"):
             yield self._counter(f"{name}_queries", "Prompt tokens looked up in the prefix cache.", queries)
             yield self._counter(f"{name}_hits", "Prompt tokens found there.", hits)
-        rate = hits / queries if queries else 0.0
+        rate = _part(hits, queries)
         yield self._gauge("gpu_prefix_cache_hit_rate", "Hits of all prompt tokens looked up, 0 to 1.", rate)
-        preemptions = 0 if stats is None else stats.preemptions
-        yield self._counter("num_preemptions", "Sequences that gave their slot up.", preemptions)
+        yield self._counter("num_preemptions", "Sequences that gave their slot up.", stats.preemptions)
         yield self._counter("prompt_tokens", "Prompt tokens of requests taken.", reading.prompt_tokens)
         yield self._counter("generation_tokens", "Tokens that were sampled.", reading.generated_tokens)
 
@@ -209,19 +211,6 @@ class _Counted(Collector):
         family = CounterMetricFamily(PREFIX + name, documentation, labels=LABELS)
         family.add_metric(self._labels, value)
         return family
-
-
-def _kv_use(stats: CoreStats | None) -> float:
-    if stats is None:
-        return 0.0
-    return _part(stats.pages_owned, stats.pages_owned + stats.pages_cached + stats.pages_free)
-
-
-def _host_use(stats: CoreStats | None) -> float:
-    if stats is None:
-        return 0.0
-    used = stats.host_pages_used + stats.host_pages_kept
-    return _part(used, used + stats.host_pages_free)
 
 
 def _part(used: int, whole: int) -> float:

@@ -81,7 +81,7 @@ def before_end(tokens: list[int], stops: tuple[int, ...]) -> list[int]:
 class NGramDrafts:
     """Implements `Drafts` by what followed the newest tokens before."""
 
-    __slots__ = ("_misses", "_ngrams", "_predicted", "_stops", "_verified", "_why", "acceptance", "has_read")
+    __slots__ = ("_has_read", "_misses", "_ngrams", "_predicted", "_stops", "_verified", "_why", "acceptance")
 
     def __init__(self, len_max: int, stops: tuple[int, ...]) -> None:
         """`len_max`: the most tokens that the sequence may come to. `stops`: the tokens that end it."""
@@ -89,7 +89,7 @@ class NGramDrafts:
         self.acceptance: Final = Acceptance()
         self._stops: Final = stops
         self._misses = 0
-        self.has_read = True
+        self._has_read = True
         self._why: Sequence[Sureness] = ()
         self._verified = self._predicted = 0
         """The kind of the drafts that are being verified, and how many of them the caller predicted."""
@@ -103,12 +103,16 @@ class NGramDrafts:
         return self._ngrams.known_len
 
     @property
+    def has_read(self) -> bool:
+        return self._has_read
+
+    @property
     def pause(self) -> int:
         return min(1 << min(self._misses, PAUSE_MAX), PAUSE_MAX)
 
     def look(self, tokens: array[int], most: int, read_max: int) -> Proposal | None:
-        self.has_read = self._ngrams.extend(tokens, read_max) == len(tokens)
-        if not self.has_read:
+        self._has_read = self._ngrams.extend(tokens, read_max) == len(tokens)
+        if not self._has_read:
             return None
         found = self._ngrams.find(tokens, most)
         drafts = [] if found is None else before_end(found.tokens, self._stops)

@@ -97,26 +97,14 @@ class Places:
         return None
 
 
-class PredictionDrafts:
-    """Implements `engine.core.drafts.drafter.Drafts` by what the caller predicts, and by the sequence's own
-    tokens."""
+class PredictionDrafts(NGramDrafts):
+    """Drafts by what the caller predicts, too."""
 
-    __slots__ = (
-        "_at",
-        "_behind",
-        "_followed",
-        "_left",
-        "_own",
-        "_places",
-        "_prediction",
-        "_seen_len",
-        "_stops",
-    )
+    __slots__ = ("_at", "_behind", "_followed", "_left", "_places", "_prediction", "_seen_len")
 
     def __init__(self, prediction: array[int], prompt_len: int, len_max: int, stops: tuple[int, ...]) -> None:
-        self._own: Final = NGramDrafts(len_max, stops)
+        super().__init__(len_max, stops)
         self._prediction: Final = prediction
-        self._stops: Final = stops
         self._places: Places | None = None
         self._at: int | None = 0
         """The token of the prediction that is expected next; None while its place is lost."""
@@ -132,30 +120,30 @@ class PredictionDrafts:
 
     @property
     def size(self) -> int:
-        return self._own.size + Places.size_of(len(self._prediction))
+        return super().size + Places.size_of(len(self._prediction))
 
     @property
     def read_len(self) -> int:
         places = self._places
-        return self._own.read_len + (0 if places is None else len(self._prediction) - places.unread)
+        return super().read_len + (0 if places is None else len(self._prediction) - places.unread)
 
     @property
     def has_read(self) -> bool:
-        return self._own.has_read and (self._places is None or not self._places.unread)
+        return super().has_read and (self._places is None or not self._places.unread)
 
     @property
     def pause(self) -> int:
-        return min(self._own.pause, PAUSE_MAX) if self._left else self._own.pause
+        return min(super().pause, PAUSE_MAX) if self._left else super().pause
 
     def look(self, tokens: array[int], most: int, read_max: int) -> Proposal | None:
         before = self.read_len
-        predicted = self._predicted(tokens, most, read_max) if self._left else None
-        own = self._own.look(tokens, most, read_max - (self.read_len - before))
+        predicted = self._foretold(tokens, most, read_max) if self._left else None
+        own = super().look(tokens, most, read_max - (self.read_len - before))
         if predicted is None or (own is not None and own.chance > predicted.chance):
             return own
         return predicted
 
-    def _predicted(self, tokens: array[int], most: int, read_max: int) -> Proposal | None:
+    def _foretold(self, tokens: array[int], most: int, read_max: int) -> Proposal | None:
         """A proposal of the prediction's next tokens."""
         self._follow(tokens)
         if self._at is None:
@@ -165,8 +153,9 @@ class PredictionDrafts:
         drafts = self._prediction[self._at : self._at + min(most, self._left)].tolist()
         if not (drafts := before_end(drafts, self._stops)):
             return None
-        acceptance, kind = self._own.acceptance, Acceptance.predicted_kind(self._followed)
-        return Proposal(drafts, acceptance.chance(kind), kind, acceptance.is_probing, len(drafts))
+        kind = Acceptance.predicted_kind(self._followed)
+        chance, is_probe = self.acceptance.chance(kind), self.acceptance.is_probing
+        return Proposal(drafts, chance, kind, is_probe, len(drafts))
 
     def _follow(self, tokens: array[int]) -> None:
         """Go on along the tokens that came since the last look."""
@@ -188,16 +177,7 @@ class PredictionDrafts:
         if not self._places.unread and (found := self._places.find(tokens, self._behind)) is not None:
             self._at, self._followed = found
 
-    def forced(self) -> Proposal:
-        return self._own.forced()
-
-    def take(self, draft: Proposal) -> None:
-        self._own.take(draft)
-
-    def pass_over(self) -> None:
-        self._own.pass_over()
-
     def learn(self, drafts: int, right: int) -> int:
-        predicted = self._own.learn(drafts, right)
+        predicted = super().learn(drafts, right)
         self._left -= max(0, predicted - right)
         return predicted

@@ -68,11 +68,6 @@ class HostPool:
         return len(self._kept)
 
     @property
-    def used(self) -> int:
-        """Pages that hold something that cannot be dropped."""
-        return self.total - self.free - self.kept
-
-    @property
     def available(self) -> int:
         """Pages that `keep` could use now."""
         return len(self._free) + len(self._droppable.tenants)

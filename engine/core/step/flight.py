@@ -1,4 +1,4 @@
-"""The scheduler's record of a step from its plan to its commit, and of the news since the last report.
+"""The scheduler's record of a step from its plan to its commit.
 
 Rule H. A plan with a step in flight goes by lengths, which are known ahead, and not by tokens, which are not:
 the runner finds a token that is coming where the step in flight leaves it. A sequence that reaches
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from engine.contract.messages import Finished, Plan, Started, TokenLogprobs
+from engine.contract.messages import Plan
 from engine.contract.records import Lack
 from engine.core.estimate.cost import Work
 from engine.core.pages.block_manager import PageIdentity
@@ -48,20 +48,3 @@ class InFlight:
     """Slots of sequences that left them and whose last row is in this step; free from its commit on."""
     states: list[ComingState] = field(default_factory=list)
     """Snapshots of states that this step comes to; kept from its commit on."""
-
-
-@dataclass(slots=True)
-class News:
-    """The news since the last report; `handles[i]` got `tokens[i]` with `logprobs[i]`."""
-
-    handles: list[int] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs | None] = field(default_factory=list)
-    prompt_logprobs: list[tuple[int, list[TokenLogprobs]]] = field(default_factory=list)
-    vectors: list[tuple[int, bytes]] = field(default_factory=list)
-    scores: list[tuple[int, list[float]]] = field(default_factory=list)
-    started: list[Started] = field(default_factory=list)
-    finished: list[Finished] = field(default_factory=list)
-    predicted: list[tuple[int, int, int]] = field(default_factory=list)
-    is_due: bool = False
-    """True if a report is due in any case, since a step was committed or a sequence was paused."""

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Final
 
-from engine.contract.messages import RunnerInfo, ServiceClass, SlotAssignment, Started
+from engine.contract.messages import RunnerInfo, ServiceClass, SlotAssignment, Started, StepOutput
 from engine.core.estimate import pace
 from engine.core.estimate.cost import CostLearner, Work
 from engine.core.estimate.pace import Credit, PrefillBudget
@@ -38,7 +38,7 @@ from engine.core.scheduler_config import SchedulerConfig
 from engine.core.sequence import LifePhase, Sequence, Status
 from engine.core.step.allocator import Allocator
 from engine.core.step.drafting import Drafting
-from engine.core.step.flight import InFlight, News
+from engine.core.step.flight import InFlight
 from engine.core.step.host_tier import Prefix
 from engine.core.step.plan_builder import PlanBuilder
 
@@ -126,7 +126,7 @@ class Planner:
     prefix_disk_tokens: int = 0
     """The part that came from disk."""
 
-    def fill(self, builder: PlanBuilder, news: News, now: float) -> None:
+    def fill(self, builder: PlanBuilder, news: StepOutput, now: float) -> None:
         """Let decodes grow, and spend the whole budget as far as there is work for it."""
         self.allocator.grow(builder, now)
         self._plan_decodes(builder, now)
@@ -157,7 +157,7 @@ class Planner:
             return bool(builder.prefills)
         return self.allocator.has_free_slot or self.allocator.may_preempt(now)
 
-    def _plan_prompts(self, builder: PlanBuilder, news: News, now: float) -> None:
+    def _plan_prompts(self, builder: PlanBuilder, news: StepOutput, now: float) -> None:
         """Spend what the decodes left, by rank: on admissions and on chunks of running sequences."""
         waiting = self.waiting.due if any(self.waiting.queues.values()) else []
         if not (builder.prefills or waiting):
@@ -249,7 +249,7 @@ class Planner:
         competing = {sequence.tenant for sequence in rivals}
         return Circumstances(now, self.learner.cost, self.tenants.leads(competing), self.tenants.admitted_at)
 
-    def _admit_by_rank(self, builder: PlanBuilder, news: News, circumstances: Circumstances) -> None:
+    def _admit_by_rank(self, builder: PlanBuilder, news: StepOutput, circumstances: Circumstances) -> None:
         allocator, now = self.allocator, circumstances.now
         blocked = Blocked()
         computing = self._prefilling(builder)
@@ -296,7 +296,7 @@ class Planner:
         return builder.prefills + flying
 
     def _admit(
-        self, sequence: Sequence, prefix: Prefix, builder: PlanBuilder, news: News, now: float
+        self, sequence: Sequence, prefix: Prefix, builder: PlanBuilder, news: StepOutput, now: float
     ) -> None:
         is_new = sequence.status is Status.WAITING
         self.tenants.admitted_at[sequence.tenant] = now

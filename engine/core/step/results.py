@@ -23,6 +23,7 @@ from engine.contract.messages import (
     FinishReason,
     RunResult,
     ServiceClass,
+    StepOutput,
     TokenLogprobs,
     Want,
     agreed,
@@ -33,7 +34,7 @@ from engine.core.queue.tenants import TenantCounters
 from engine.core.scheduler_config import SchedulerConfig
 from engine.core.sequence import Sequence, Status
 from engine.core.step.allocator import Allocator
-from engine.core.step.flight import InFlight, News
+from engine.core.step.flight import InFlight
 
 T = TypeVar("T")
 
@@ -54,7 +55,7 @@ class Results:
     took them."""
 
     def take(
-        self, flight: InFlight, result: RunResult, news: News, now: float
+        self, flight: InFlight, result: RunResult, news: StepOutput, now: float
     ) -> Iterator[tuple[Sequence, FinishReason]]:
         """Take in the results row by row.
 
@@ -107,7 +108,7 @@ class Results:
         drafts: list[int],
         sampled: list[tuple[int, TokenLogprobs | None]],
         served: Counter[str],
-        news: News,
+        news: StepOutput,
         now: float,
     ) -> FinishReason | None:
         """Take in a row that verified drafts: as a decode for each right one, and another. Wrong ones took
@@ -145,7 +146,7 @@ class Results:
             sequence.name_head(self.pages, prompt_end)
 
     def _take_token(
-        self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None, news: News, now: float
+        self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None, news: StepOutput, now: float
     ) -> FinishReason | None:
         if token == NUMERIC_FAILURE:
             return self._fail(sequence)
@@ -166,7 +167,7 @@ class Results:
         return FinishReason.NUMERIC
 
     def _take_prompt_logprobs(
-        self, flight: InFlight, columns: list[tuple[int, list[TokenLogprobs]]], news: News
+        self, flight: InFlight, columns: list[tuple[int, list[TokenLogprobs]]], news: StepOutput
     ) -> set[int]:
         """Report the prompt log-probabilities that were not sent before; a preempted sequence computes some
         positions a second time. Returns the handles of sequences of which one is not finite."""

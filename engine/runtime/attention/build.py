@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Final
 
 import torch
@@ -12,7 +11,6 @@ import torch
 from engine.runtime.attention.flash_attention import (
     FlashDecode,
     FlashPrefill,
-    Version,
     Version2,
     Version3,
 )
@@ -27,7 +25,7 @@ from engine.runtime.setup.backends import Backend, BackendChoice, Chosen
 from engine.runtime.step.kv_cache import KVCache
 from engine.runtime.step.protocols import AttentionSpec, DecodePages, PrefillPages
 
-VERSIONS: Final[Mapping[Backend, Callable[[ModuleType], Version]]] = {
+VERSIONS: Final[Mapping[Backend, type[Version2]]] = {
     Backend.FLASH_ATTN_2: Version2,
     Backend.FLASH_ATTN_3: Version3,
 }

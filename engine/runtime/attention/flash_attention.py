@@ -15,14 +15,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
-from engine.runtime.step.batch import PackedBatch
+from engine.runtime.step.batch import Row
 from engine.runtime.step.kv_cache import KVCache
-from engine.runtime.step.protocols import Ahead, AttentionSpec, Chunk, chunks_of, to_device
+from engine.runtime.step.protocols import Ahead, AttentionSpec, DecodePages, PrefillPages, to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +38,7 @@ class Ragged:
     k_len_max: int
 
     @staticmethod
-    def of(chunks: Sequence[Chunk], tables: Tensor) -> Ragged:
+    def of(chunks: Sequence[Row], tables: Tensor) -> Ragged:
         """The lengths of chunks that follow each other without gaps."""
         q_starts = list(accumulate((chunk.length for chunk in chunks), initial=0))
         assert [chunk.offset for chunk in chunks] == q_starts[:-1]
@@ -53,83 +52,43 @@ class Ragged:
         )
 
 
-class Version(Protocol):
-    """The calls that differ between the versions. keys, values [pages, page_size, Hkv, D]; tables [R, P]
-    int32."""
+@dataclass(frozen=True, slots=True)
+class Version2:
+    """The calls of the package `flash_attn`. keys, values [pages, page_size, Hkv, D]; tables [R, P] int32."""
+
+    library: ModuleType
+    tables_name: ClassVar[str] = "block_table"
 
     def decode(
         self, q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, lengths: Tensor, **how: Any
     ) -> Tensor:
         """q [R, 1, H, D] -> the same shape."""
-        ...
+        how |= {self.tables_name: tables, "cache_seqlens": lengths}
+        out: Tensor = self.library.flash_attn_with_kvcache(q, keys, values, **how)
+        return out
 
     def prefill(
         self, q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, rows: Ragged, **how: Any
     ) -> Tensor:
         """q [T, H, D] -> the same shape."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Version2:
-    """The calls of the package `flash_attn`."""
-
-    library: ModuleType
-
-    def decode(
-        self, q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, lengths: Tensor, **how: Any
-    ) -> Tensor:
-        out: Tensor = self.library.flash_attn_with_kvcache(
-            q, keys, values, cache_seqlens=lengths, block_table=tables, **how
-        )
-        return out
-
-    def prefill(
-        self, q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, rows: Ragged, **how: Any
-    ) -> Tensor:
+        lengths = rows.q_starts, rows.k_starts, rows.q_len_max, rows.k_len_max
         out: Tensor = self.library.flash_attn_varlen_func(
-            q,
-            keys,
-            values,
-            rows.q_starts,
-            rows.k_starts,
-            rows.q_len_max,
-            rows.k_len_max,
-            block_table=tables,
-            **how,
+            q, keys, values, *lengths, block_table=tables, **how
         )
         return out
 
 
-@dataclass(frozen=True, slots=True)
-class Version3:
+class Version3(Version2):
     """The calls of the module `flash_attn_interface`. Its `flash_attn_varlen_func` takes no pages, but
     `flash_attn_with_kvcache` takes both kinds of rows."""
 
-    library: ModuleType
-
-    def decode(
-        self, q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, lengths: Tensor, **how: Any
-    ) -> Tensor:
-        out: Tensor = self.library.flash_attn_with_kvcache(
-            q, keys, values, cache_seqlens=lengths, page_table=tables, **how
-        )
-        return out
+    tables_name = "page_table"
 
     def prefill(
         self, q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, rows: Ragged, **how: Any
     ) -> Tensor:
-        out: Tensor = self.library.flash_attn_with_kvcache(
-            q,
-            keys,
-            values,
-            cache_seqlens=rows.lengths,
-            page_table=tables,
-            cu_seqlens_q=rows.q_starts,
-            max_seqlen_q=rows.q_len_max,
-            **how,
-        )
-        return out
+        how |= {"cu_seqlens_q": rows.q_starts, "max_seqlen_q": rows.q_len_max}
+        return self.decode(q, keys, values, tables, rows.lengths, **how)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,25 +107,12 @@ class _Layers:
         return {"softmax_scale": self.spec.scale, "causal": True, "window_size": window_size}
 
 
-class FlashDecode:
+class FlashDecode(DecodePages):
     """The back end for rows of one token."""
 
-    def __init__(self, cache: KVCache, spec: AttentionSpec, version: Version) -> None:
+    def __init__(self, cache: KVCache, spec: AttentionSpec, version: Version2) -> None:
         self._layers = _Layers(cache, spec)
         self._version = version
-
-    @property
-    def together(self) -> Sequence[int]:
-        return ()
-
-    def prepare(self, batch: PackedBatch, tables: Tensor | None = None) -> FlashDecodeStep:
-        rows = batch.decode_rows
-        device = self._layers.cache.keys[0].device
-        lengths = to_device([row.end for row in batch.rows[:rows]], device)
-        return self.on_device(batch.page_tables[:rows].to(device) if tables is None else tables, lengths)
-
-    def plan(self, lengths: Sequence[int]) -> None:
-        """Do nothing: the kernel reads lengths and tables on the device."""
 
     def on_device(self, tables: Tensor, lengths: Tensor, ahead: Ahead | None = None) -> FlashDecodeStep:
         return FlashDecodeStep(self._layers, self._version, tables.int(), lengths)
@@ -175,7 +121,7 @@ class FlashDecode:
 @dataclass(frozen=True, slots=True)
 class FlashDecodeStep:
     layers: _Layers
-    version: Version
+    version: Version2
     tables: Tensor
     lengths: Tensor
 
@@ -185,29 +131,21 @@ class FlashDecodeStep:
         return self.version.decode(q[:, None], *pages, self.tables, self.lengths, **how)[:, 0]
 
 
-class FlashPrefill:
+class FlashPrefill(PrefillPages):
     """The back end for rows of several tokens, with a cached past or without."""
 
-    def __init__(self, cache: KVCache, spec: AttentionSpec, version: Version) -> None:
+    def __init__(self, cache: KVCache, spec: AttentionSpec, version: Version2) -> None:
         self._layers = _Layers(cache, spec)
         self._version = version
 
-    def warm_up(self, tokens_max: int, dtype: torch.dtype) -> None:
-        """Do nothing: one kernel serves all lengths."""
-
-    def prepare(self, batch: PackedBatch, tables: Tensor | None = None) -> FlashPrefillStep:
-        if tables is None:
-            tables = batch.page_tables[batch.decode_rows :].to(self._layers.cache.keys[0].device)
-        return self.of_chunks(chunks_of(batch), tables)
-
-    def of_chunks(self, chunks: Sequence[Chunk], tables: Tensor) -> FlashPrefillStep:
+    def of_chunks(self, chunks: Sequence[Row], tables: Tensor) -> FlashPrefillStep:
         return FlashPrefillStep(self._layers, self._version, tables.int(), Ragged.of(chunks, tables))
 
 
 @dataclass(frozen=True, slots=True)
 class FlashPrefillStep:
     layers: _Layers
-    version: Version
+    version: Version2
     tables: Tensor
     rows: Ragged
 

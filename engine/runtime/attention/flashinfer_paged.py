@@ -28,9 +28,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from engine.runtime.step.batch import PackedBatch
+from engine.runtime.step.batch import Row
 from engine.runtime.step.kv_cache import KVCache
-from engine.runtime.step.protocols import Ahead, AttentionSpec, Chunk, chunks_of, to_device
+from engine.runtime.step.protocols import Ahead, AttentionSpec, DecodePages, PrefillPages, to_device
 
 WORKSPACE_BYTES: Final = 128 << 20
 """The size of a workspace that FlashInfer's documentation asks for."""
@@ -138,7 +138,7 @@ class PlannedStep:
         return out
 
 
-class FlashInferPrefill:
+class FlashInferPrefill(PrefillPages):
     """The back end for rows of several tokens, with a cached past or without."""
 
     def __init__(
@@ -149,16 +149,7 @@ class FlashInferPrefill:
         self._wrappers = {window: wrapper(workspace, LAYOUT) for window in self._setting.windows}
         self._turn = _Turn(workspace.device)
 
-    def warm_up(self, tokens_max: int, dtype: torch.dtype) -> None:
-        """Do nothing: the kernels are the same for all lengths, and compiled when the largest step is
-        measured."""
-
-    def prepare(self, batch: PackedBatch, tables: Tensor | None = None) -> PlannedStep:
-        if tables is None:
-            tables = batch.page_tables[batch.decode_rows :].to(self._setting.workspace.device)
-        return self.of_chunks(chunks_of(batch), tables)
-
-    def of_chunks(self, chunks: Sequence[Chunk], tables: Tensor) -> PlannedStep:
+    def of_chunks(self, chunks: Sequence[Row], tables: Tensor) -> PlannedStep:
         """Bind a step, which has to be launched in full before the next is prepared: a wrapper holds one
         plan."""
         starts = list(accumulate((chunk.length for chunk in chunks), initial=0))
@@ -183,7 +174,7 @@ class FlashInferPrefill:
         return PlannedStep(setting.cache, setting.spec, self._wrappers)
 
 
-class FlashInferDecode:
+class FlashInferDecode(DecodePages):
     """The back end for rows of one token."""
 
     def __init__(
@@ -216,15 +207,8 @@ class FlashInferDecode:
         self._unread = buffer(pages)
         """Given to a plan in place of the pages' numbers, which are not known yet."""
 
-    @property
-    def together(self) -> Sequence[int]:
-        return ()
-
-    def prepare(self, batch: PackedBatch, tables: Tensor | None = None) -> PlannedStep:
-        rows, setting = batch.decode_rows, self._setting
-        if tables is None:
-            tables = batch.page_tables[:rows].to(setting.workspace.device)
-        lengths = [row.end for row in batch.rows[:rows]]
+    def prepare(self, lengths: Sequence[int], tables: Tensor) -> PlannedStep:
+        setting = self._setting
         self._plan(self._eager, Pages.of(lengths, tables, setting.cache.geometry.page_size))
         return PlannedStep(setting.cache, setting.spec, self._eager)
 
@@ -272,65 +256,42 @@ class FlashInferDecode:
         self._turn(plan)
 
 
-class TrtllmDecode:
+class TrtllmDecode(DecodePages):
     """The back end for rows of one token, by TensorRT-LLM's kernels."""
 
     def __init__(
         self, library: ModuleType, cache: KVCache, spec: AttentionSpec, workspace: Tensor, *, length_max: int
     ) -> None:
-        self._decode = library.trtllm_batch_decode_with_kv_cache
-        self._cache = cache
-        self._spec = spec
-        self._workspace = workspace
-        self._length_max = length_max
-
-    @property
-    def together(self) -> Sequence[int]:
-        return ()
-
-    def prepare(self, batch: PackedBatch, tables: Tensor | None = None) -> TrtllmStep:
-        rows, device = batch.decode_rows, self._workspace.device
-        lengths = to_device([row.end for row in batch.rows[:rows]], device)
-        return self.on_device(batch.page_tables[:rows].to(device) if tables is None else tables, lengths)
-
-    def plan(self, lengths: Sequence[int]) -> None:
-        """Do nothing: the kernel reads lengths and tables on the device."""
+        self.decode: Final[Callable[..., Tensor]] = library.trtllm_batch_decode_with_kv_cache
+        self.cache: Final = cache
+        self.spec: Final = spec
+        self.workspace: Final = workspace
+        self.length_max: Final = length_max
 
     def on_device(self, tables: Tensor, lengths: Tensor, ahead: Ahead | None = None) -> TrtllmStep:
-        return TrtllmStep(
-            self._decode,
-            self._cache,
-            self._spec,
-            self._workspace,
-            tables.int().contiguous(),
-            lengths,
-            self._length_max,
-        )
+        return TrtllmStep(self, tables.int().contiguous(), lengths)
 
 
 @dataclass(frozen=True, slots=True)
 class TrtllmStep:
-    decode: Callable[..., Tensor]
-    cache: KVCache
-    spec: AttentionSpec
-    workspace: Tensor
+    back_end: TrtllmDecode
     tables: Tensor
     lengths: Tensor
-    length_max: int
 
     def __call__(self, layer: int, q: Tensor) -> Tensor:
         """q [R, H, D] -> the same shape."""
-        k_scale, v_scale = self.cache.scales[layer]
-        return self.decode(
+        own = self.back_end
+        k_scale, v_scale = own.cache.scales[layer]
+        return own.decode(
             query=q.contiguous(),
-            kv_cache=(self.cache.keys[layer], self.cache.values[layer]),
-            workspace_buffer=self.workspace,
+            kv_cache=(own.cache.keys[layer], own.cache.values[layer]),
+            workspace_buffer=own.workspace,
             block_tables=self.tables,
             seq_lens=self.lengths,
-            max_seq_len=self.length_max,
-            bmm1_scale=self.spec.scale * k_scale,
+            max_seq_len=own.length_max,
+            bmm1_scale=own.spec.scale * k_scale,
             bmm2_scale=v_scale,
-            window_left=_window_left(self.spec.windows[layer]),
+            window_left=_window_left(own.spec.windows[layer]),
             kv_layout=LAYOUT,
         )
 

@@ -13,30 +13,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.runtime.step.batch import PackedBatch
+from engine.runtime.step.batch import Row
 from engine.runtime.step.kv_cache import KVCache
-from engine.runtime.step.protocols import Ahead, AttentionSpec, Chunk, chunks_of, to_device
+from engine.runtime.step.protocols import Ahead, AttentionSpec, DecodePages, PrefillPages
 from engine.runtime.weights.fp8 import taken
 
 
 @dataclass(frozen=True, slots=True)
-class ReferenceDecode:
+class ReferenceDecode(DecodePages):
     """The back end for rows of one token."""
 
     cache: KVCache
     spec: AttentionSpec
-
-    @property
-    def together(self) -> Sequence[int]:
-        return ()
-
-    def prepare(self, batch: PackedBatch, tables: Tensor | None = None) -> ReferenceDecodeStep:
-        rows, device = batch.decode_rows, self.cache.keys[0].device
-        lengths = to_device([row.end for row in batch.rows[:rows]], device)
-        return self.on_device(batch.page_tables[:rows].to(device) if tables is None else tables, lengths)
-
-    def plan(self, lengths: Sequence[int]) -> None:
-        """Do nothing: torch needs no plan."""
 
     def on_device(self, tables: Tensor, lengths: Tensor, ahead: Ahead | None = None) -> ReferenceDecodeStep:
         return ReferenceDecodeStep(self.cache, self.spec, tables.long(), lengths.long())
@@ -55,21 +43,13 @@ class ReferenceDecodeStep:
 
 
 @dataclass(frozen=True, slots=True)
-class ReferencePrefill:
+class ReferencePrefill(PrefillPages):
     """The back end for rows of several tokens."""
 
     cache: KVCache
     spec: AttentionSpec
 
-    def warm_up(self, tokens_max: int, dtype: torch.dtype) -> None:
-        """Do nothing: torch needs no plan."""
-
-    def prepare(self, batch: PackedBatch, tables: Tensor | None = None) -> ReferencePrefillStep:
-        if tables is None:
-            tables = batch.page_tables[batch.decode_rows :].to(self.cache.keys[0].device)
-        return self.of_chunks(chunks_of(batch), tables)
-
-    def of_chunks(self, chunks: Sequence[Chunk], tables: Tensor) -> ReferencePrefillStep:
+    def of_chunks(self, chunks: Sequence[Row], tables: Tensor) -> ReferencePrefillStep:
         return ReferencePrefillStep(self.cache, self.spec, chunks, tables.long())
 
 
@@ -77,7 +57,7 @@ class ReferencePrefill:
 class ReferencePrefillStep:
     cache: KVCache
     spec: AttentionSpec
-    chunks: Sequence[Chunk]
+    chunks: Sequence[Row]
     tables: Tensor
 
     def __call__(self, layer: int, q: Tensor) -> Tensor:

@@ -27,9 +27,16 @@ from engine.runtime.kernels.decode_attention import (
     tile_tokens,
 )
 from engine.runtime.kernels.prefill_attention import paged_prefill, tile_list
-from engine.runtime.step.batch import PackedBatch
+from engine.runtime.step.batch import Row
 from engine.runtime.step.kv_cache import KVCache
-from engine.runtime.step.protocols import Ahead, AttentionSpec, Chunk, PrefillRows, chunks_of, to_device
+from engine.runtime.step.protocols import (
+    Ahead,
+    AttentionSpec,
+    DecodePages,
+    PrefillPages,
+    PrefillRows,
+    to_device,
+)
 from engine.runtime.weights.fp8 import taken
 
 FRESH_TOKENS_MIN: Final = 4096
@@ -42,7 +49,7 @@ the host waits; so all multiples are planned before the first request."""
 assert FRESH_TOKENS_MIN % FRESH_TOKENS_MULTIPLE == 0
 
 
-class TritonDecode:
+class TritonDecode(DecodePages):
     """Back end for rows of one token, and for the tokens of rows that verify drafts. Owns the memory in which
     segments meet: one per device and stream."""
 
@@ -62,56 +69,32 @@ class TritonDecode:
         self.spec: Final = spec
         device, stored = cache.keys[0].device, cache.geometry.dtype
         self.dtype: Final = dtype or (torch.bfloat16 if stored == torch.float8_e4m3fn else stored)
-        self._tile = tile_tokens(cache.geometry.page_size, spec.head_dim, self.dtype)
-        self.together: Final = query_counts(spec.heads // spec.kv_heads, spec.head_dim, together_max)
+        self.tile: Final = tile_tokens(cache.geometry.page_size, spec.head_dim, self.dtype)
+        self.together = query_counts(spec.heads // spec.kv_heads, spec.head_dim, together_max)
         self._programs_of = partial(programs_of, multiprocessors, stored)
         self._programs = self._programs_of()
-        self._work = {window: DecodeWork.empty(self._programs, device) for window in set(spec.windows)}
+        self.work: Final = {window: DecodeWork.empty(self._programs, device) for window in set(spec.windows)}
         heads = spec.heads, spec.kv_heads, spec.head_dim
         most = max(self.together, default=1)
-        self._scratch = DecodeScratch.empty(self._programs, rows_max, *heads, device, most)
-
-    def prepare(self, batch: PackedBatch, tables: Tensor | None = None) -> TritonDecodeStep:
-        """`tables`: the decode rows' page tables, if they are on the device already."""
-        rows = batch.decode_rows
-        lengths = to_device([row.end for row in batch.rows[:rows]], self.cache.keys[0].device)
-        return self.on_device(batch.page_tables[:rows] if tables is None else tables, lengths)
-
-    def plan(self, lengths: Sequence[int]) -> None:
-        """Do nothing: the list of work is made on the device."""
+        self.scratch: Final = DecodeScratch.empty(self._programs, rows_max, *heads, device, most)
 
     def on_device(self, tables: Tensor, lengths: Tensor, ahead: Ahead | None = None) -> TritonDecodeStep:
         behind, queries, programs = None, 1, self._programs
         if ahead is not None and self.together:
             behind, queries = ahead.behind, next(count for count in self.together if count >= ahead.most)
             programs = self._programs_of(queries * self.spec.heads // self.spec.kv_heads)
-        for window, work in self._work.items():
-            own = self.spec.kv_heads, window, self._tile, work
+        for window, work in self.work.items():
+            own = self.spec.kv_heads, window, self.tile, work
             list_work(lengths, *own, programs=programs, behind=behind)
-        return TritonDecodeStep(
-            self.cache,
-            self.spec,
-            self._work,
-            self._scratch,
-            tables,
-            lengths,
-            programs,
-            self._tile,
-            behind,
-            queries,
-        )
+        return TritonDecodeStep(self, tables, lengths, programs, behind, queries)
 
 
 @dataclass(frozen=True, slots=True)
 class TritonDecodeStep:
-    cache: KVCache
-    spec: AttentionSpec
-    work: Mapping[int | None, DecodeWork]
-    scratch: DecodeScratch
+    back_end: TritonDecode
     tables: Tensor
     lengths: Tensor
     programs: int
-    tile: int
     behind: Tensor | None = None
     """The tokens of the same row behind each; None: each is a row."""
     queries: int = 1
@@ -119,41 +102,34 @@ class TritonDecodeStep:
 
     def __call__(self, layer: int, q: Tensor) -> Tensor:
         """q [R, H, D] -> the same shape."""
-        window = self.spec.windows[layer]
+        own = self.back_end
+        window = own.spec.windows[layer]
         return paged_decode(
             q,
-            self.cache.keys[layer],
-            self.cache.values[layer],
+            own.cache.keys[layer],
+            own.cache.values[layer],
             self.tables,
             self.lengths,
-            self.work[window],
-            self.scratch,
-            scale=self.spec.scale,
+            own.work[window],
+            own.scratch,
+            scale=own.spec.scale,
             window=window,
-            kv_scales=self.cache.scales[layer],
+            kv_scales=own.cache.scales[layer],
             programs=self.programs,
-            tile=self.tile,
+            tile=own.tile,
             behind=self.behind,
             queries=self.queries,
         )
 
 
-class TritonPrefill:
+class TritonPrefill(PrefillPages):
     """Back end for rows of several tokens, new or continuing."""
 
     def __init__(self, cache: KVCache, spec: AttentionSpec) -> None:
         self._cache = cache
         self._spec = spec
 
-    def warm_up(self, tokens_max: int, dtype: torch.dtype) -> None:
-        """Do nothing: one kernel serves all lengths."""
-
-    def prepare(self, batch: PackedBatch, tables: Tensor | None = None) -> TritonPrefillStep:
-        """`tables`: the page tables of the rows after the decode rows, if they are on the device already."""
-        tables = batch.page_tables[batch.decode_rows :] if tables is None else tables
-        return self.of_chunks(chunks_of(batch), tables)
-
-    def of_chunks(self, chunks: Sequence[Chunk], tables: Tensor) -> TritonPrefillStep:
+    def of_chunks(self, chunks: Sequence[Row], tables: Tensor) -> TritonPrefillStep:
         """tables [R, P], a row per chunk, on the device."""
         device, group = tables.device, self._spec.heads // self._spec.kv_heads
         tiles = {
@@ -205,7 +181,7 @@ def cudnn_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     return out[0]
 
 
-class LibraryPrefill:
+class LibraryPrefill(PrefillPages):
     """Prefill with a library for long prompts that have no cached past, and the Triton kernel for other rows.
 
     The library wants keys and values side by side: they are copied out of their pages, which takes a
@@ -232,12 +208,7 @@ class LibraryPrefill:
             k, v = torch.zeros(2, spec.kv_heads, length, spec.head_dim, dtype=dtype, device=device)
             self._library(q.transpose(0, 1), k, v, self._spec.scale)
 
-    def prepare(self, batch: PackedBatch, tables: Tensor | None = None) -> PrefillRows:
-        """`tables`: the page tables of the rows after the decode rows, if they are on the device already."""
-        tables = batch.page_tables[batch.decode_rows :] if tables is None else tables
-        return self.of_chunks(chunks_of(batch), tables)
-
-    def of_chunks(self, chunks: Sequence[Chunk], tables: Tensor) -> PrefillRows:
+    def of_chunks(self, chunks: Sequence[Row], tables: Tensor) -> PrefillRows:
         """tables [R, P], a row per chunk, on the device."""
         whole = self._triton.of_chunks(chunks, tables)
         fresh = [i for i, chunk in enumerate(chunks) if chunk.start == 0 and chunk.length >= FRESH_TOKENS_MIN]
@@ -257,7 +228,7 @@ class LibraryPrefillStep:
     cache: KVCache
     spec: AttentionSpec
     library: PromptAttention
-    fresh: Sequence[tuple[Chunk, Tensor]]
+    fresh: Sequence[tuple[Row, Tensor]]
     """The chunks that the library computes, each with its page table [P]."""
     rest: TritonPrefillStep | None
     whole: TritonPrefillStep

@@ -38,16 +38,18 @@ class Collective(Protocol):
 
 
 class Alone:
-    """The `Collective` of a single rank, which has nothing to do."""
+    """The `Collective` of a single rank, which has nothing to do, or of one that does not talk to the
+    others."""
 
-    shard: Final = WHOLE
-    neighbours: Final = 1
+    def __init__(self, shard: Shard = WHOLE) -> None:
+        self.shard: Final = shard
+        self.neighbours: Final = shard.size
 
     def all_reduce_(self, x: Tensor) -> Tensor:
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
-        return x
+        return x if self.shard == WHOLE else x.repeat(1, self.shard.size)
 
 
 ALONE: Final = Alone()

@@ -59,11 +59,11 @@ from engine.runtime.step.batch import PackedBatch
 from engine.runtime.step.kv_cache import KVCache
 from engine.runtime.step.protocols import (
     Ahead,
-    Chunk,
     DecodePages,
     DecodeRows,
     PrefillPages,
     PrefillRows,
+    chunks_of,
     to_device,
 )
 from engine.runtime.step.states import States
@@ -475,10 +475,10 @@ class DeviceModel:
 
     def _attending(self, batch: PackedBatch) -> tuple[DecodeRows | None, PrefillRows | None]:
         """Attention of the rows of one token, and of those behind them."""
-        n = batch.decode_rows
+        n, rows = batch.decode_rows, batch.rows
         tables = batch.page_tables.to(self.decoder.device, non_blocking=True)
-        decode = self.decode.prepare(batch, tables[:n]) if n else None
-        return decode, self.prefill.prepare(batch, tables[n:]) if n < len(batch.rows) else None
+        decode = self.decode.prepare([row.end for row in rows[:n]], tables[:n]) if n else None
+        return decode, self.prefill.of_chunks(chunks_of(rows[n:]), tables[n:]) if n < len(rows) else None
 
     def verify(self, batch: DeviceBatch) -> Tensor:
         """`forward` of a batch in which rows verify drafts. What is for decodes computes their tokens, too,
@@ -496,8 +496,7 @@ class DeviceModel:
         decode = self.decode.on_device(batch.token_tables[:n], batch.stream_lengths, own)
         prefill = None
         if rows:
-            chunks = [Chunk(row.start, row.length, row.offset - n) for row in rows]
-            prefill = self.prefill.of_chunks(chunks, batch.page_tables[-len(rows) :])
+            prefill = self.prefill.of_chunks(chunks_of(rows), batch.page_tables[-len(rows) :])
         return self._forward(batch, n, decode, prefill, states)
 
     def _forward(
@@ -572,10 +571,8 @@ class DecodeStep:
     """A whole decode step: one token for each of some slots, from the device's tables by slot, and one behind
     each of their drafts."""
 
-    decoder: DeviceNetwork
     kept: StepTables
-    sampling: DeviceSampling
-    scratch: SamplingScratch
+    sampler: DeviceSampler
     launches_dependently: bool = False
     """True if each kernel may start while the one before it ends (`kernels/dependent_launch.py`)."""
     hidden: Tensor | None = None
@@ -584,12 +581,10 @@ class DecodeStep:
     def __call__(self, inputs: DecodeInputs) -> tuple[Tensor, Tensor]:
         """The rows' tokens and log-probabilities, [rows] each, as `DeviceSampler` gives them."""
         with dependent_launches(self.launches_dependently):
-            stream = self.decoder.decode(inputs, self.kept)
-            sampler = DeviceSampler(
-                self.decoder, self.kept.tokens, self.sampling, self.scratch, self.kept.states
-            )
+            decoder = self.sampler.decoder
+            stream = decoder.decode(inputs, self.kept)
             if self.hidden is not None:
-                assert isinstance(self.decoder, DeviceDecoder)
+                assert isinstance(decoder, DeviceDecoder)
                 assert isinstance(stream, ResidualStream)
-                stream = self.hidden[: len(inputs.slots)].copy_(self.decoder.normed(stream))
-            return sampler(stream, inputs.slots, inputs.lengths, inputs.ahead)
+                stream = self.hidden[: len(inputs.slots)].copy_(decoder.normed(stream))
+            return self.sampler(stream, inputs.slots, inputs.lengths, inputs.ahead)

@@ -13,6 +13,7 @@ from typing import Final
 
 import numpy as np
 import torch
+import triton
 from numpy.typing import ArrayLike
 from torch import Tensor
 
@@ -75,6 +76,12 @@ class DeviceSampling:
     behind drafts. Read for masked slots only, and as `Ahead` says."""
     are_masked: Tensor
     """1 in slots whose sequences follow a grammar, else 0: [slots] int32."""
+
+    @property
+    def edits(self) -> tuple[Tensor, ...]:
+        """The columns that decide how logits are edited."""
+        biases, stops = (self.bias_ids, self.bias_values, self.biases), (self.stop_ids, self.stops)
+        return self.penalties, self.counts, *biases, *stops, self.held_until, self.masks, self.are_masked
 
     @property
     def limits(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -229,6 +236,11 @@ class SamplingScratch:
         """The masses that the second launch finds."""
         return self.masses, self.near_masses, self.near_counts
 
+    @property
+    def ordered(self) -> tuple[Tensor, Tensor]:
+        """The tokens that are near the best, and the masses before them."""
+        return self.candidates, self.mass_before
+
     @staticmethod
     def empty(rows: int, vocab_size: int, dtype: torch.dtype, device: torch.device) -> SamplingScratch:
         chunks = _chunks(vocab_size)
@@ -269,14 +281,9 @@ def sample(
     assert known.is_contiguous()
     assert vocab_size == columns.counts.shape[2]
     assert vocab_size < 1 << 63 - MASS_BITS
-    tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
-    logprobs = torch.empty(rows, dtype=torch.float32, device=logits.device)
     assert ahead is None or rows <= len(scratch.agreed)
     agreed = None if ahead is None else scratch.agreed
-    _measure(logits, slots, positions, columns, scratch, ahead, known)
-    _weigh(logits, slots, columns, scratch)
-    _order(logits, slots, columns, scratch)
-    _choose(logits, slots, positions, columns, scratch, (tokens, logprobs, known), agreed)
+    tokens, logprobs = _chosen(logits, slots, positions, columns, scratch, known, ahead, agreed)
     if ahead is not None:
         own = columns.penalties, columns.counts, vocab_size
         launch(settle_kernel, (rows,), slots, ahead.before, tokens, agreed, *own, num_warps=1, **dependent())
@@ -293,143 +300,54 @@ def draw(
 ) -> Tensor:
     """Draw as `sample` does, by the slots' parameters and the random numbers of these positions, what is not
     sampled yet: written to `known`, and not counted. -> tokens [S] int64"""
-    rows, device = len(logits), logits.device
-    tokens = torch.empty(rows, dtype=torch.int64, device=device)
-    logprobs = torch.empty(rows, dtype=torch.float32, device=device)
-    _measure(logits, slots, positions, columns, scratch, None, known)
-    _weigh(logits, slots, columns, scratch)
-    _order(logits, slots, columns, scratch)
-    _choose(logits, slots, positions, columns, scratch, (tokens, logprobs, known), scratch.agreed)
-    return tokens
+    return _chosen(logits, slots, positions, columns, scratch, known, None, scratch.agreed)[0]
 
 
-def _measure(
+def _chosen(
     logits: Tensor,
     slots: Tensor,
     positions: Tensor,
     columns: DeviceSampling,
     scratch: SamplingScratch,
-    ahead: Ahead | None,
     known: Tensor,
-) -> None:
-    """Launch the edits, and each chunk's maximum, soundness and log-sum-exp."""
+    ahead: Ahead | None,
+    agreed: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """The launches that all rows need -> tokens and log-probabilities, as `sample` has them. `agreed`: where
+    it is noted which tokens are the drafts in their places; None: tokens are counted for penalties."""
     rows, vocab_size = logits.shape
-    drafts, masked_by = (None, None) if ahead is None else (ahead.before, ahead.masked_by)
+    tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    logprobs = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    drafts = (None, None) if ahead is None else (ahead.before, ahead.masked_by)
+    source, everyone = (logits, *scratch.edits, slots), (known, known.shape[1])
+    by_chunk, run = (rows, _chunks(vocab_size)), {"GATHERED_MAX": GATHERED_MAX, "RUN": _run()}
+    options = _sizes(vocab_size) | dependent()
+    found = *scratch.measures, scratch.places
     launch(
         measure_kernel,
-        (rows, _chunks(vocab_size)),
-        logits,
-        scratch.edited,
-        scratch.are_edited,
-        slots,
-        positions,
-        columns.penalties,
-        columns.counts,
-        columns.bias_ids,
-        columns.bias_values,
-        columns.biases,
-        columns.stop_ids,
-        columns.stops,
-        columns.held_until,
-        columns.masks,
-        columns.are_masked,
-        drafts,
-        masked_by,
-        known,
-        known.shape[1],
-        *scratch.measures,
-        scratch.places,
-        vocab_size,
+        by_chunk,
+        *(*source, positions, *columns.edits, *drafts, *everyone, *found, vocab_size),
         EDITS_MAX=EDITS_MAX,
         STOPS_MAX=STOPS_MAX,
         CHUNK=CHUNK,
         num_warps=WARPS,
         **dependent(),
     )
-
-
-def _weigh(logits: Tensor, slots: Tensor, columns: DeviceSampling, scratch: SamplingScratch) -> None:
-    """Launch each chunk's mass, and what is near the best where top-k or top-p cut."""
-    rows, vocab_size = logits.shape
-    launch(
-        weigh_kernel,
-        (rows, _chunks(vocab_size)),
-        logits,
-        *scratch.edits,
-        slots,
-        *columns.limits,
-        scratch.measures[0],
-        *scratch.weighed,
-        vocab_size,
-        **_sizes(vocab_size),
-        **dependent(),
-    )
-
-
-def _order(logits: Tensor, slots: Tensor, columns: DeviceSampling, scratch: SamplingScratch) -> None:
-    """Launch the sorting of rows that have many candidates."""
-    rows, vocab_size = logits.shape
-    launch(
-        order_kernel,
-        (rows, _chunks(vocab_size)),
-        logits,
-        *scratch.edits,
-        slots,
-        columns.temperature,
-        columns.top_k,
-        columns.top_p,
-        scratch.measures[0],
-        *scratch.weighed,
-        scratch.candidates,
-        scratch.mass_before,
-        vocab_size,
-        GATHERED_MAX=GATHERED_MAX,
-        RUN=_run(),
-        **_sizes(vocab_size),
-        **dependent(),
-    )
-
-
-def _choose(
-    logits: Tensor,
-    slots: Tensor,
-    positions: Tensor,
-    columns: DeviceSampling,
-    scratch: SamplingScratch,
-    results: tuple[Tensor, Tensor, Tensor],
-    agreed: Tensor | None,
-) -> None:
-    """Launch the choice of each row's token. `results`: tokens, log-probabilities, and the tokens that are
-    known by slot, as `sample` has them. `agreed`: which tokens are the drafts in their places; None: there
-    are no drafts."""
-    rows, vocab_size = logits.shape
+    weighed = scratch.measures[0], *scratch.weighed
+    launch(weigh_kernel, by_chunk, *source, *columns.limits, *weighed, vocab_size, **options)
+    sorted_ = *weighed, *scratch.ordered
+    launch(order_kernel, by_chunk, *source, *columns.limits[:3], *sorted_, vocab_size, **run, **options)
     launch(
         choose_kernel,
         (rows,),
-        logits,
-        *scratch.edits,
-        slots,
-        positions,
-        *columns.limits,
-        columns.penalties,
-        columns.seed,
-        columns.counts,
-        *scratch.measures,
-        scratch.places,
-        *scratch.weighed,
-        scratch.candidates,
-        scratch.mass_before,
-        *results,
-        results[2].shape[1],
-        agreed,
-        vocab_size,
+        *(*source, positions, *columns.limits, columns.penalties, columns.seed, columns.counts),
+        *(*found, *scratch.weighed, *scratch.ordered, tokens, logprobs, *everyone, agreed, vocab_size),
         CANDIDATE_BLOCK=CANDIDATE_BLOCK,
-        GATHERED_MAX=GATHERED_MAX,
-        RUN=_run(),
-        RUNS_BLOCK=_power_of_two(-(-vocab_size // _run())),
-        **_sizes(vocab_size),
-        **dependent(),
+        RUNS_BLOCK=triton.next_power_of_2(-(-vocab_size // _run())),
+        **run,
+        **options,
     )
+    return tokens, logprobs
 
 
 def _chunks(vocab_size: int) -> int:
@@ -440,10 +358,5 @@ def _run() -> int:
     return min(RUN, CHUNK)
 
 
-def _power_of_two(n: int) -> int:
-    """The least one that is no less than n."""
-    return 1 << (n - 1).bit_length()
-
-
 def _sizes(vocab_size: int) -> dict[str, int]:
-    return {"CHUNK": CHUNK, "CHUNKS_BLOCK": _power_of_two(_chunks(vocab_size)), "num_warps": WARPS}
+    return {"CHUNK": CHUNK, "CHUNKS_BLOCK": triton.next_power_of_2(_chunks(vocab_size)), "num_warps": WARPS}

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from engine.contract.messages import Plan, RunnerInfo, SamplingParams, SlotAssignment, Want
 from engine.runtime.attention.build import Bounds, build_backends
-from engine.runtime.collective.collective import ALONE, Collective
+from engine.runtime.collective.collective import ALONE, Alone, Collective
 from engine.runtime.collective.shard import WHOLE, Shard
 from engine.runtime.device.card import Card, MemoryReading, OwnCard
 from engine.runtime.device.device_decoder import (
@@ -54,7 +54,7 @@ from engine.runtime.device.graphs import (
 )
 from engine.runtime.device.memory import MemoryProfile, kv_page_count, out_of_memory
 from engine.runtime.device.precision import Precision
-from engine.runtime.device.rehearsal import Blueprint, Shapes, Unjoined, rehearsed
+from engine.runtime.device.rehearsal import Blueprint, Shapes, rehearsed
 from engine.runtime.device.slots import DeviceSlots
 from engine.runtime.device.torch_on_device import TorchOnDevice
 from engine.runtime.kernels import launching
@@ -76,7 +76,6 @@ from engine.runtime.start.starting import (
     load_pooler,
     read_model,
     set_threads,
-    start_alone,
     untimed_info,
 )
 from engine.runtime.step.kv_cache import (
@@ -154,7 +153,8 @@ class Design:
         precision = Precision.of(config, model, dtype, card.capability)
         if lacks is not None:
             precision = replace(precision, weights_fp8=False)
-        need = _need(config, shard.of(model), dtype, precision, card)
+        own, types = shard.of(model), (dtype_name(dtype), dtype_name(precision.kv_dtype))
+        need = Need(own.heads, own.kv_heads, own.head_dim, config.page_size, *types, card.capability)
         attention = choose(config.attention_backend, need)
         max_model_len = choose_max_model_len(config, model)
         served = replace(model, context_len=max_model_len)
@@ -363,7 +363,8 @@ class DeviceShard:
             hidden = torch.empty(sampled, model.hidden_size, dtype=decoder.dtype, device=device)
             mtp = self._bound_mtp(self.mtp, cache, slots, scratch)
         kept = StepTables(slots.tokens, slots.page_table, cache, decode, states)
-        step = DecodeStep(decoder, kept, slots.sampling, scratch, hidden=hidden)
+        sampler = DeviceSampler(decoder, slots.tokens, slots.sampling, scratch, states)
+        step = DecodeStep(kept, sampler, hidden=hidden)
         rows_max = min(info.slots, GRAPH_ROWS_MAX)
         whole = DeviceModel(decoder, cache, decode, prefill, states)
         buckets = self._verify_buckets(info.drafts_together)
@@ -374,7 +375,7 @@ class DeviceShard:
             cache=cache,
             host=HostPages(cache, info.host_pages),
             slots=slots,
-            sampler=DeviceSampler(decoder, slots.tokens, slots.sampling, scratch, states),
+            sampler=sampler,
             steps=self._graphs(step, slots, batch_buckets(rows_max), verified=verified),
             pooler=self.pooler,
             mtp=mtp,
@@ -523,20 +524,6 @@ def enough_memory(doing: str, advice: str) -> Iterator[None]:
         ) from error
 
 
-def _need(
-    config: RunnerConfig, model: DecoderSpec, dtype: torch.dtype, precision: Precision, card: Card
-) -> Need:
-    return Need(
-        model.heads,
-        model.kv_heads,
-        model.head_dim,
-        config.page_size,
-        dtype_name(dtype),
-        dtype_name(precision.kv_dtype),
-        card.capability,
-    )
-
-
 def _tell(progress: Progress, what: str, done: int, of: int) -> None:
     progress(f"capturing {what}, {done} of {of}")
 
@@ -591,12 +578,7 @@ def rehearse(design: Design, blueprint: Blueprint, shard: Shard, *, all_products
         replace(design, model=model, attention=triton),
         Shapes(design.dtype, model.fp8),
         blueprint,
-        Unjoined(shard),
+        Alone(shard),
         blueprint.memory(),
     )
     rehearsal.rehearse(clear_tails=design.attention.reads_whole_pages, all_products=all_products)
-
-
-def load_on_card(config: RunnerConfig, card: OwnCard, progress: Progress) -> DeviceRunner:
-    """A warm runner on one GPU. Raises ModelError."""
-    return start_alone(config, lambda: load_shard(config, card, progress), progress)

@@ -326,24 +326,16 @@ class DecodeGraphs(Generic[Output]):
         return next((shape for shape in self.verified[at:] if shape.together >= drafted.most), None)
 
     def run(self, slots: Sequence[int], lengths: Sequence[int], drafted: Drafted | None = None) -> Output:
-        """Run a step by its graph, or kernel by kernel where none was captured."""
-        return (self.replay if self._graphs else self.eager)(slots, lengths, drafted)
-
-    def replay(self, slots: Sequence[int], lengths: Sequence[int], drafted: Drafted | None = None) -> Output:
-        """Run a step by its graph. The output has a row for each slot, then padding; valid until the next
-        replay. `drafted`: of a step in which rows verify drafts, which has a slot and a length for each of
-        their tokens."""
+        """Run a step by its graph, or kernel by kernel where none was captured. The output has a row for each
+        slot, then padding; valid until the next replay. `drafted`: of a step in which rows verify drafts,
+        which has a slot and a length for each of their tokens."""
         shape = self._shape(len(slots), drafted)
         self._fill(slots, lengths, shape, drafted)
+        if not self._graphs:
+            return self._step(DecodeInputs.within(self._inputs, shape))
         graph = self._graphs[shape]
         graph.replay()
         return graph.output
-
-    def eager(self, slots: Sequence[int], lengths: Sequence[int], drafted: Drafted | None = None) -> Output:
-        """Run the same step kernel by kernel."""
-        shape = self._shape(len(slots), drafted)
-        self._fill(slots, lengths, shape, drafted)
-        return self._step(DecodeInputs.within(self._inputs, shape))
 
     def _fill(
         self,

@@ -22,7 +22,6 @@ from typing import Any, Final, TypeVar
 import torch
 from torch import Tensor
 
-from engine.runtime.collective.shard import Shard
 from engine.runtime.device.card import Card, Compiler, MemoryReading
 from engine.runtime.device.graphs import GraphDevice
 from engine.runtime.kernels.autotune import Timer, once
@@ -135,20 +134,3 @@ class Shapes:
 
     def kv_scales(self, layers: Sequence[int]) -> None:
         return None
-
-
-@dataclass(frozen=True, slots=True)
-class Unjoined:
-    """A rank's `Collective` that does not talk to the other ranks."""
-
-    shard: Shard
-
-    @property
-    def neighbours(self) -> int:
-        return self.shard.size
-
-    def all_reduce_(self, x: Tensor) -> Tensor:
-        return x
-
-    def all_gather(self, x: Tensor) -> Tensor:
-        return x.repeat(1, self.shard.size)

@@ -28,7 +28,7 @@ from engine.contract.messages import Plan, SlotAssignment, Want
 from engine.runtime.device.device_sampling import DeviceSampling
 from engine.runtime.device.graphs import Drafted
 from engine.runtime.device.transfer import upload
-from engine.runtime.step.batch import PackedBatch, rows_of
+from engine.runtime.step.batch import PackedBatch
 from engine.runtime.step.kv_cache import TokenPlaces
 from engine.runtime.step.protocols import Ahead
 from engine.runtime.step.seats import Seat, Seats
@@ -177,11 +177,6 @@ class DeviceBatch(PackedBatch):
     """A plan's rows, gathered on the device from slots, positions and lengths that are sent in one copy."""
 
     slots: DeviceSlots
-
-    @staticmethod
-    def of(plan: Plan, slots: DeviceSlots) -> DeviceBatch:
-        """The plan's batch. Asserts that it follows from the slots' state."""
-        return DeviceBatch(plan, slots, *rows_of(plan, slots))
 
     @cached_property
     def is_decode(self) -> bool:

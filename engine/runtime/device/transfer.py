@@ -30,28 +30,20 @@ ALIGNMENT: Final = 16
 
 def upload(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tensor]:
     """The arrays on the device, sent in one copy, with their shapes and types."""
+    own = [torch.from_numpy(np.ascontiguousarray(array)) for array in arrays]
     starts, end = [], 0
-    for array in arrays:
+    for each in own:
         starts.append(end)
-        end += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
+        end += -(-each.nbytes // ALIGNMENT) * ALIGNMENT
     staged = torch.empty(end, dtype=torch.uint8, pin_memory=device.type == "cuda")
-    for start, array in zip(starts, arrays, strict=True):
-        if array.nbytes:
-            own = torch.from_numpy(np.ascontiguousarray(array)).view(-1).view(torch.uint8)
-            staged[start : start + array.nbytes].copy_(own)
+    for start, each in zip(starts, own, strict=True):
+        if each.nbytes:
+            staged[start : start + each.nbytes].copy_(each.view(-1).view(torch.uint8))
     there = staged.to(device, non_blocking=True)
     return [
-        there[start : start + array.nbytes].view(_TYPES[array.dtype]).view(array.shape)
-        for start, array in zip(starts, arrays, strict=True)
+        there[start : start + each.nbytes].view(each.dtype).view(each.shape)
+        for start, each in zip(starts, own, strict=True)
     ]
-
-
-_TYPES: Final = {
-    np.dtype(np.int32): torch.int32,
-    np.dtype(np.int64): torch.int64,
-    np.dtype(np.float32): torch.float32,
-    np.dtype(np.float64): torch.float64,
-}
 
 
 @dataclass(frozen=True, slots=True)

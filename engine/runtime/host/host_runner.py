@@ -23,7 +23,7 @@ from engine.contract.messages import Plan, RunnerInfo, RunResult, agreed
 from engine.runtime.host.model import PagedModel
 from engine.runtime.host.mtp import Mtp
 from engine.runtime.host.sampler import Draw, sample, sample_ahead
-from engine.runtime.step.batch import PackedBatch, assemble
+from engine.runtime.step.batch import PackedBatch
 from engine.runtime.step.kv_cache import HostPages, KVCache
 from engine.runtime.step.logprobs import stable_topk
 from engine.runtime.step.pooling import Pooler
@@ -69,7 +69,7 @@ class HostRunner:
             self.states.copy(plan.saved, plan.restored)
         if not plan.slots:
             return Computed()
-        batch = assemble(plan, self.slots)
+        batch = PackedBatch.of(plan, self.slots)
         if plan.drafts:
             for row, drafts in zip(batch.verifying, plan.drafts, strict=True):
                 self.slots.propose(row.slot, drafts)

@@ -16,13 +16,12 @@ import torch
 from engine.contract.messages import RunnerInfo
 from engine.runtime.collective.collective import ALONE, Collective
 from engine.runtime.collective.shard import WHOLE, Shard
-from engine.runtime.host.attention import BatchAttention
 from engine.runtime.host.exact_attention import ExactAttention
 from engine.runtime.host.host_runner import HostRunner
 from engine.runtime.host.model import TorchModel
 from engine.runtime.host.mtp import Mtp, MtpLayer
 from engine.runtime.host.sampler import draw_by_torch
-from engine.runtime.host.torch_paged import TorchDecode, TorchPrefill
+from engine.runtime.host.torch_paged import PagedAttention, Workspace
 from engine.runtime.models.spec import DecoderSpec
 from engine.runtime.native.decoder import DRAFTS_MAX, NativeDecoder, built_isas, misfit
 from engine.runtime.reference.torch_decoder import TorchDecoder
@@ -38,7 +37,6 @@ from engine.runtime.start.starting import (
     load_pooler,
     read_model,
     set_threads,
-    start_alone,
     untimed_info,
 )
 from engine.runtime.step.kv_cache import (
@@ -56,11 +54,6 @@ from engine.runtime.step.result_tensors import GUESSES_MAX
 from engine.runtime.step.seats import HostSlots
 from engine.runtime.step.states import StateGeometry, States
 from engine.runtime.weights.checkpoint import WeightSource
-
-
-def load_on_host(config: RunnerConfig, progress: Progress) -> HostRunner:
-    """A warm runner on this machine's CPUs. Raises ModelError."""
-    return start_alone(config, lambda: load_shard(config, progress), progress)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +96,8 @@ class TorchNetwork:
         if self.config.deltas:
             states = States(StateGeometry.of(self.config, cache.geometry.dtype), slots, windows=windows)
             return TorchModel(self.decoder, partial(ExactAttention, cache, spec=spec), states)
-        decode, prefill = TorchDecode(cache, spec), TorchPrefill(cache, spec)
-        return TorchModel(self.decoder, partial(BatchAttention, cache, decode=decode, prefill=prefill))
+        workspace = Workspace(cache.geometry.dtype)
+        return TorchModel(self.decoder, partial(PagedAttention, cache, spec=spec, workspace=workspace))
 
 
 HostNetwork = TorchNetwork | NativeDecoder

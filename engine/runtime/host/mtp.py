@@ -38,10 +38,10 @@ from torch import Tensor
 from engine.contract.messages import Plan, Want
 from engine.runtime.collective.collective import Collective
 from engine.runtime.host.sampler import Draw, draw_by_torch
-from engine.runtime.host.torch_paged import TorchDecode
+from engine.runtime.host.torch_paged import PagedAttention, Workspace
 from engine.runtime.models.spec import DecoderSpec
 from engine.runtime.reference.layers import PackedLinear
-from engine.runtime.reference.torch_decoder import NORMS, StepAttention, TorchLayers
+from engine.runtime.reference.torch_decoder import NORMS, TorchLayers
 from engine.runtime.step.batch import PackedBatch, Row
 from engine.runtime.step.kv_cache import KVCache
 from engine.runtime.step.protocols import AttentionSpec
@@ -82,10 +82,10 @@ class Mtp:
     logits: Callable[[Tensor], Tensor]
     """The model's head."""
     draw: Draw = draw_by_torch
-    _decode: TorchDecode = field(init=False)
+    _workspace: Workspace = field(init=False)
 
     def __post_init__(self) -> None:
-        self._decode = TorchDecode(self.cache, AttentionSpec.of(self.layer.layers.config))
+        self._workspace = Workspace(self.cache.geometry.dtype)
 
     def after(self, batch: PackedBatch, hidden: Tensor) -> list[list[int]]:
         """Make the guesses that the plan asks for, once the tokens that the step sampled are in the slots:
@@ -122,13 +122,15 @@ class Mtp:
         the newest are computed; hidden [n, hidden], at the last of these -> the guesses by slot."""
         found: dict[int, list[int]] = {slot: [] for slot, _ in asked}
         lens = {slot: self.slots.seat(slot).known_len for slot, _ in asked}
+        spec = AttentionSpec.of(self.layer.layers.config)
         for done in range(max(number for _, number in asked)):
             going = [at for at, (_, number) in enumerate(asked) if number > done]
             hidden = hidden if len(going) == len(asked) else hidden[going]
             asked = [asked[at] for at in going]
             own = _batch_of([(slot, lens[slot] - 2 + done, 1) for slot, _ in asked], self.slots)
             x = self.layer.joined(self._following(own), hidden)
-            hidden = self.layer.layers.through(x, own.positions, self._attention(own))
+            attention = PagedAttention(self.cache, own, spec, self._workspace)
+            hidden = self.layer.layers.through(x, own.positions, attention)
             slots, positions = [slot for slot, _ in asked], [lens[slot] + done for slot, _ in asked]
             guesses = self.draw(
                 self.logits(hidden), range(len(slots)), slots, positions, self.slots.columns
@@ -141,16 +143,6 @@ class Mtp:
     def _following(self, batch: PackedBatch) -> Tensor:
         """The tokens behind those of the rows, [T] int64."""
         return self.slots.tokens[batch.token_slots, batch.positions + 1].long()
-
-    def _attention(self, batch: PackedBatch) -> StepAttention:
-        """The attention of a batch whose rows have one token each."""
-        attend = self._decode.prepare(batch)
-
-        def attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            self.cache.write(layer, k, v, batch.places)
-            return attend(layer, q)
-
-        return attention
 
 
 def _known_rows(batch: PackedBatch, slots: HostSlots) -> tuple[list[tuple[int, int, int]], Tensor | None]:

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.runtime.step.batch import PackedBatch, Row
+from engine.runtime.step.batch import PackedBatch
 from engine.runtime.step.kv_cache import KVCache
 from engine.runtime.step.protocols import AttentionSpec
 
@@ -34,36 +34,73 @@ QUERY_BLOCK: Final = 256
 class _Bucket:
     """Decode rows that are gathered together: b rows of P pages, L = P * page_size keys each."""
 
-    rows: Tensor | None
-    """The rows of the batch, [b]; None: all of them, in order."""
+    rows: Tensor
+    """The rows of the batch, [b]."""
     gather: Tensor
     """Rows of the cache seen as [pages * Hkv, page_size * D]: [b * Hkv * P]."""
     bias: Tensor
     """0 where a key is seen, -inf where it is not: [b, 1, 1, L]."""
 
 
-class TorchDecode:
-    """The back end for rows of one token."""
+class PagedAttention:
+    """Implements `StepAttention` over pages: stores a step's keys and values, then computes its decode rows
+    and the rows behind them."""
 
-    def __init__(self, cache: KVCache, spec: AttentionSpec) -> None:
+    def __init__(self, cache: KVCache, batch: PackedBatch, spec: AttentionSpec, workspace: Workspace) -> None:
         self._cache = cache
+        self._batch = batch
         self._spec = spec
-        self._workspace = _Workspace(cache.geometry.dtype)
+        self._workspace = workspace
+        n, tables = batch.decode_rows, batch.page_tables
+        self._buckets = {window: self._bucketed(tables, window) for window in set(spec.windows)}
+        self._chunks = [
+            (row, _gather_index(table[None, : -(-row.end // cache.geometry.page_size)], spec.kv_heads))
+            for row, table in zip(batch.rows[n:], tables[n:], strict=True)
+        ]
 
-    def prepare(self, batch: PackedBatch) -> _DecodeStep:
-        rows = batch.rows[: batch.decode_rows]
-        tables = batch.page_tables
-        buckets = {window: self._buckets(rows, tables, window) for window in set(self._spec.windows)}
-        return _DecodeStep(self._cache, self._spec, self._workspace, buckets)
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Store k and v [T, Hkv, D] -> the attention of q [T, H, D], in q's shape."""
+        self._cache.write(layer, k, v, self._batch.places)
+        window = self._spec.windows[layer]
+        buckets = self._buckets[window]
+        if len(buckets) == 1 and not self._chunks:
+            return self._decoded(layer, q, buckets[0])
+        out = torch.empty_like(q)
+        for bucket in buckets:
+            out[bucket.rows] = self._decoded(layer, q[bucket.rows], bucket)
+        for row, gather in self._chunks:
+            own = slice(row.offset, row.offset + row.length)
+            if row.start == 0:
+                keys, values = k[own].transpose(0, 1), v[own].transpose(0, 1)
+            else:
+                keys, values = (part[0, :, : row.end] for part in self._gathered(layer, gather, 1))
+            self._prefill(out[own], q[own], keys, values, row.start, window)
+        return out
 
-    def _buckets(self, rows: Sequence[Row], tables: Tensor, window: int | None) -> list[_Bucket]:
+    def _gathered(self, layer: int, gather: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+        """The keys and values of some rows' pages, [rows, Hkv, keys, D] each."""
+        shape = (rows, self._spec.kv_heads, -1, self._spec.head_dim)
+        keys = self._workspace.gather(0, self._cache.keys[layer], gather)
+        values = self._workspace.gather(1, self._cache.values[layer], gather)
+        return keys.view(shape), values.view(shape)
+
+    # -- decode rows ------------------------------------------------------------------------------
+
+    def _decoded(self, layer: int, q: Tensor, bucket: _Bucket) -> Tensor:
+        """q [b, H, D] -> [b, H, D]."""
+        spec = self._spec
+        packed = q.reshape(len(q), spec.kv_heads, -1, spec.head_dim) * spec.scale
+        keys, values = self._gathered(layer, bucket.gather, len(q))
+        weights = (packed @ keys.transpose(2, 3) + bucket.bias).softmax(dim=-1)
+        return (weights @ values).reshape(q.shape)
+
+    def _bucketed(self, tables: Tensor, window: int | None) -> list[_Bucket]:
         size = self._cache.geometry.page_size
         spans = []
-        for index, row in enumerate(rows):
+        for index, row in enumerate(self._batch.rows[: self._batch.decode_rows]):
             first = _first_seen(row.end - 1, window) // size
             spans.append(_Span(index, first, (row.end - 1) // size + 1 - first, row.end))
-        groups = list(self._groups(spans))
-        return [self._bucket(group, tables, window, alone=len(groups) == 1) for group in groups]
+        return [self._bucket(group, tables, window) for group in self._groups(spans)]
 
     def _groups(self, spans: Sequence[_Span]) -> Iterable[Sequence[_Span]]:
         """The spans in groups of like size, as many in each as the workspace takes, in the order of their
@@ -77,7 +114,7 @@ class TorchDecode:
             at_once = max(1, WORKSPACE_BYTES_MAX // (pages * page_bytes))
             yield from (alike[i : i + at_once] for i in range(0, len(alike), at_once))
 
-    def _bucket(self, spans: Sequence[_Span], tables: Tensor, window: int | None, *, alone: bool) -> _Bucket:
+    def _bucket(self, spans: Sequence[_Span], tables: Tensor, window: int | None) -> _Bucket:
         geometry = self._cache.geometry
         rows = torch.tensor([span.row for span in spans])
         first = torch.tensor([[span.first] for span in spans])
@@ -91,107 +128,11 @@ class TorchDecode:
             hidden |= keys_at < end - window
         bias = torch.zeros(hidden.shape, dtype=geometry.dtype).masked_fill_(hidden, -torch.inf)
         gather = _gather_index(pages, geometry.kv_heads)
-        return _Bucket(None if alone else rows, gather, bias[:, None, None])
+        return _Bucket(rows, gather, bias[:, None, None])
 
+    # -- the rows behind them ---------------------------------------------------------------------
 
-@dataclass(frozen=True, slots=True)
-class _Span:
-    """Pages [first, first + count) of a row's table, which hold all keys that the row sees, the last at end -
-    1."""
-
-    row: int
-    first: int
-    count: int
-    end: int
-
-
-class _DecodeStep:
-    def __init__(
-        self,
-        cache: KVCache,
-        spec: AttentionSpec,
-        workspace: _Workspace,
-        buckets: dict[int | None, list[_Bucket]],
-    ) -> None:
-        self._cache = cache
-        self._spec = spec
-        self._workspace = workspace
-        self._buckets = buckets
-
-    def __call__(self, layer: int, q: Tensor) -> Tensor:
-        buckets = self._buckets[self._spec.windows[layer]]
-        if len(buckets) == 1:
-            return self._attend(layer, q, buckets[0])
-        out = torch.empty_like(q)
-        for bucket in buckets:
-            assert bucket.rows is not None
-            out[bucket.rows] = self._attend(layer, q[bucket.rows], bucket)
-        return out
-
-    def _attend(self, layer: int, q: Tensor, bucket: _Bucket) -> Tensor:
-        """q [b, H, D] -> [b, H, D]."""
-        b, spec = len(q), self._spec
-        packed = q.reshape(b, spec.kv_heads, -1, spec.head_dim) * spec.scale
-        shape = (b, spec.kv_heads, -1, spec.head_dim)
-        keys = self._workspace.gather(0, self._cache.keys[layer], bucket.gather).view(shape)
-        values = self._workspace.gather(1, self._cache.values[layer], bucket.gather).view(shape)
-        weights = (packed @ keys.transpose(2, 3) + bucket.bias).softmax(dim=-1)
-        return (weights @ values).reshape(b, spec.heads, spec.head_dim)
-
-
-class TorchPrefill:
-    """The back end for rows of several tokens, with a cached past or without."""
-
-    def __init__(self, cache: KVCache, spec: AttentionSpec) -> None:
-        self._cache = cache
-        self._spec = spec
-        self._workspace = _Workspace(cache.geometry.dtype)
-
-    def prepare(self, batch: PackedBatch) -> _PrefillStep:
-        size, heads = self._cache.geometry.page_size, self._spec.kv_heads
-        rows, tables = batch.rows[batch.decode_rows :], batch.page_tables[batch.decode_rows :, None]
-        gathers = [
-            _gather_index(table[:, : -(-row.end // size)], heads)
-            for row, table in zip(rows, tables, strict=True)
-        ]
-        return _PrefillStep(self._cache, self._spec, self._workspace, rows, gathers)
-
-
-class _PrefillStep:
-    def __init__(
-        self,
-        cache: KVCache,
-        spec: AttentionSpec,
-        workspace: _Workspace,
-        rows: Sequence[Row],
-        gathers: Sequence[Tensor],
-    ) -> None:
-        self._cache = cache
-        self._spec = spec
-        self._workspace = workspace
-        self._rows = rows
-        self._gathers = gathers
-
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = torch.empty_like(q)
-        base = self._rows[0].offset
-        for row, gather in zip(self._rows, self._gathers, strict=True):
-            own = slice(row.offset - base, row.offset - base + row.length)
-            if row.start == 0:
-                keys, values = k[own].transpose(0, 1), v[own].transpose(0, 1)
-            else:
-                keys, values = self._context(layer, row, gather)
-            self._attend(out[own], q[own], keys, values, row.start, self._spec.windows[layer])
-        return out
-
-    def _context(self, layer: int, row: Row, gather: Tensor) -> tuple[Tensor, Tensor]:
-        """The keys and values [Hkv, end, D] of all tokens up to the chunk's last."""
-        shape = (self._spec.kv_heads, -1, self._spec.head_dim)
-        keys = self._workspace.gather(0, self._cache.keys[layer], gather).view(shape)
-        values = self._workspace.gather(1, self._cache.values[layer], gather).view(shape)
-        return keys[:, : row.end], values[:, : row.end]
-
-    def _attend(
+    def _prefill(
         self, out: Tensor, q: Tensor, keys: Tensor, values: Tensor, start: int, window: int | None
     ) -> None:
         """q, out [t, H, D] at positions start...; keys, values [Hkv, start + t, D].
@@ -215,7 +156,18 @@ class _PrefillStep:
             out[block] = attended.permute(2, 0, 1, 3).flatten(1, 2)
 
 
-class _Workspace:
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """Pages [first, first + count) of a row's table, which hold all keys that the row sees, the last at end -
+    1."""
+
+    row: int
+    first: int
+    count: int
+    end: int
+
+
+class Workspace:
     """The memory for gathered keys and values, kept between calls: a fresh allocation costs ten times the
     copy."""
 

@@ -318,17 +318,18 @@ def _best(tiles: Sequence[Tile], run: Callable[[Tile], object], timer: Timer) ->
 
 
 def _tiles(weight: Weight, activations: torch.dtype, rows: int = ROWS_MAX) -> Sequence[Tile]:
-    """The tiles to try for a weight: where groups of columns have scales, those that lie within one group."""
-    tiles = tiles_for(_values(weight).shape[0], rows)
-    if not isinstance(weight, Fp8Weight):
-        return () if activations == torch.float32 else tiles
-    return [tile for tile in tiles if weight.group % tile.k == 0]
+    """The tiles to try for a weight."""
+    return _within_groups(weight, activations, tiles_for(_values(weight).shape[0], rows))
 
 
 def _split_tiles(weight: Weight, activations: torch.dtype, rows: int) -> Sequence[Tile]:
     """The tiles to try whose columns are shared."""
     height, width = _values(weight).shape
-    tiles = split_tiles_for(height, width, rows)
+    return _within_groups(weight, activations, split_tiles_for(height, width, rows))
+
+
+def _within_groups(weight: Weight, activations: torch.dtype, tiles: Sequence[Tile]) -> Sequence[Tile]:
+    """Those of the tiles that a weight takes: where groups of columns have scales, each within one group."""
     if not isinstance(weight, Fp8Weight):
         return () if activations == torch.float32 else tiles
     return [tile for tile in tiles if weight.group % tile.k == 0]

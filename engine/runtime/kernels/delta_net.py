@@ -50,6 +50,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.runtime.kernels.activation import activated
 from engine.runtime.kernels.dependent_launch import dependent, wait_for_earlier
 from engine.runtime.kernels.launching import launch
 from engine.runtime.models.spec import DeltaNet
@@ -223,11 +224,6 @@ def _sizes(own: DeltaNet) -> dict[str, Any]:
 
 
 @triton.jit
-def _silu(x):
-    return x / (1.0 + tl.exp(-x))
-
-
-@triton.jit
 def _log_kept(a, rate, step_bias):
     """g: the logarithm of the factor of the state before."""
     x = a + step_bias
@@ -291,7 +287,9 @@ def delta_step_kernel(
         tl.store(place, state)
         found = tl.sum(state * q[:, None], 0)
         normed = found / tl.sqrt(tl.sum(found * found) / DV + eps) * weight
-        tl.store(out + row * (VALUE_HEADS * DV) + in_heads, (normed * _silu(z)).to(out.dtype.element_ty))
+        tl.store(
+            out + row * (VALUE_HEADS * DV) + in_heads, (normed * activated(z, False)).to(out.dtype.element_ty)
+        )
 
 
 @triton.jit
@@ -309,7 +307,7 @@ def _convolved(source, known, conv, at, goes_on, CHANNELS: tl.constexpr, TAPS: t
     tl.store(known + in_known - CHANNELS, before, mask=(tap > 0) & (tap < TAPS - 1))
     if TAPS > 1:
         tl.store(known + (TAPS - 2) * CHANNELS + at, new)
-    return _silu(total)
+    return activated(total, False)
 
 
 @triton.jit
@@ -379,7 +377,7 @@ def delta_verify_kernel(
             found = tl.sum(state * q[:, None], 0)
             normed = found / tl.sqrt(tl.sum(found * found) / DV + eps) * weight
             answer = out + (row + token) * (VALUE_HEADS * DV) + in_heads
-            tl.store(answer, (normed * _silu(z)).to(out.dtype.element_ty))
+            tl.store(answer, (normed * activated(z, False)).to(out.dtype.element_ty))
     # The slot's own inputs are read for all tokens, and so they are the last to move on.
     tl.debug_barrier()
     for back in range(count):
@@ -426,7 +424,7 @@ def _convolved_at(
     factors = tl.load(conv + tap * CHANNELS + at[None, :], mask=tap < TAPS - 1, other=0.0)
     total = tl.sum(before.to(tl.float32) * factors, 0)
     total += new.to(tl.float32) * tl.load(conv + (TAPS - 1) * CHANNELS + at)
-    return _silu(total)
+    return activated(total, False)
 
 
 @triton.jit
@@ -516,7 +514,7 @@ def convolve_kernel(
             place = (slot * (TAPS - 1) + TAPS - 1 + in_row) * CHANNELS + at
             seen += tl.load(inputs + place, mask=old, other=0.0).to(tl.float32)
         total += seen * tl.load(conv + tap * CHANNELS + at, mask=inside, other=0.0)
-    total = _silu(total)
+    total = activated(total, False)
     factor = tl.rsqrt(tl.sum(total * total, 1) + LENGTH_EPS) * tl.where(head < KEY_HEADS, DK**-0.5, 1.0)
     total *= tl.where(is_key, factor, 1.0)[:, None]
     place = mixed + (packed + token) * CHANNELS + at
@@ -714,4 +712,4 @@ def gate_kernel(
     found = tl.load(place, mask=token < count, other=0.0).to(tl.float32)
     z = tl.load(x + packed * WIDTH + CHANNELS + at, mask=token < count, other=0.0).to(tl.float32)
     normed = found / tl.sqrt(tl.sum(found * found, 1) / DV + eps)[:, None] * tl.load(norm + dim)
-    tl.store(place, (normed * _silu(z)).to(out.dtype.element_ty), mask=token < count)
+    tl.store(place, (normed * activated(z, False)).to(out.dtype.element_ty), mask=token < count)

@@ -46,7 +46,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import torch
 import triton
@@ -144,6 +144,19 @@ def row_bucket(rows: int) -> int:
     return next(bucket for bucket in ROWS_FP8 if rows <= bucket)
 
 
+@dataclass(frozen=True, slots=True)
+class NormHead:
+    """The work of a kernel on activations before it multiplies them."""
+
+    change: Tensor | None = None
+    norm: Tensor | None = None
+    eps: float = 0.0
+    total: Tensor | None = None
+
+
+NO_HEAD: Final = NormHead()
+
+
 def skinny_matmul(
     x: Tensor,
     weight: Weight,
@@ -153,55 +166,13 @@ def skinny_matmul(
     gated: bool = False,
     gelu: bool = False,
     out: Tensor | None = None,
+    head: NormHead = NO_HEAD,
 ) -> Tensor:
     """x [M, K], M <= `rows_max`; weight [N, K] in x's type or fp8; bias [N] -> [M, N].
 
     y = (x @ weight^T) * scales + bias, in float32, rounded once. Groups of columns are a multiple of
     the tile's. `gated`: silu(y's first half) * y's second half, [M, N / 2]; with `gelu`, GELU by tanh.
     """
-    return _launch(x, _Head(), weight, tile, bias, gated, gelu, out)
-
-
-def normed_matmul(
-    stream: ResidualStream,
-    norm: Norm,
-    weight: Weight,
-    tile: Tile,
-    *,
-    bias: Tensor | None = None,
-    gated: bool = False,
-    gelu: bool = False,
-    out: Tensor | None = None,
-) -> tuple[Tensor, ResidualStream]:
-    """`skinny_matmul` of the stream's norm, and the stream with its change added. The given stream is left as
-    it is."""
-    residual, change = stream.residual, stream.change
-    total = None if change is None else torch.empty_like(residual)
-    head = _Head(change, norm.weight, norm.eps, total)
-    found = _launch(residual, head, weight, tile, bias, gated, gelu, out)
-    return found, ResidualStream(residual if total is None else total)
-
-
-@dataclass(frozen=True, slots=True)
-class _Head:
-    """The work of a kernel on activations before it multiplies them."""
-
-    change: Tensor | None = None
-    norm: Tensor | None = None
-    eps: float = 0.0
-    total: Tensor | None = None
-
-
-def _launch(
-    x: Tensor,
-    head: _Head,
-    weight: Weight,
-    tile: Tile,
-    bias: Tensor | None,
-    gated: bool,
-    gelu: bool,
-    out: Tensor | None = None,
-) -> Tensor:
     values, scales, group = parts_of(weight)
     (rows, width), halves = x.shape, 1 + gated
     height, block_n = values.shape[0] // halves, tile.n // halves
@@ -215,18 +186,8 @@ def _launch(
     launch(
         skinny_kernel,
         (triton.cdiv(height, block_n),),
-        x,
-        head.change,
-        head.norm,
-        head.eps,
-        head.total,
-        values,
-        scales,
-        bias,
-        out,
-        rows,
-        height,
-        width,
+        *(x, head.change, head.norm, head.eps, head.total),
+        *(values, scales, bias, out, rows, height, width),
         GATED=gated,
         GELU=gelu,
         EVEN=height % block_n == 0 and width % tile.k == 0,
@@ -240,6 +201,18 @@ def _launch(
         **dependent(),
     )
     return out
+
+
+def normed_matmul(
+    stream: ResidualStream, norm: Norm, weight: Weight, tile: Tile, **tail: Any
+) -> tuple[Tensor, ResidualStream]:
+    """`skinny_matmul` of the stream's norm, and the stream with its change added. The given stream is left as
+    it is. `tail`: what that takes by name."""
+    residual, change = stream.residual, stream.change
+    total = None if change is None else torch.empty_like(residual)
+    head = NormHead(change, norm.weight, norm.eps, total)
+    found = skinny_matmul(residual, weight, tile, head=head, **tail)
+    return found, ResidualStream(residual if total is None else total)
 
 
 @triton.jit(do_not_specialize=["rows"])  # or warm-up would not compile for every batch

@@ -34,7 +34,7 @@ from torch import Tensor
 from engine.runtime.kernels.decode_attention import HEAD_DIMS, LOG2_E, tile_tokens
 from engine.runtime.kernels.launching import launch
 from engine.runtime.kernels.widening import beside, widened
-from engine.runtime.step.protocols import Chunk
+from engine.runtime.step.batch import Row
 
 BLOCK_M: Final = 128
 """Query rows of a tile: two groups of four warps, each with the 64 rows of one `wgmma`."""
@@ -47,7 +47,7 @@ STAGES: Final = 4
 memory, 64 KiB at head size 128, beside the 32 KiB of queries."""
 
 
-def tile_list(chunks: Sequence[Chunk], group: int, window: int | None = None) -> list[tuple[int, int]]:
+def tile_list(chunks: Sequence[Row], group: int, window: int | None = None) -> list[tuple[int, int]]:
     """The tiles as (row, first token within its chunk), the tile with the most keys first."""
     tokens = BLOCK_M // group
     tiles = [(row, first) for row, chunk in enumerate(chunks) for first in range(0, chunk.length, tokens)]

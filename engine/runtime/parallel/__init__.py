@@ -30,6 +30,6 @@ Several machines. Another program may start the ranks and tell each its place in
     shard        the part that a rank holds                collective   sum, gather (`group`: by gloo or NCCL)
     wire         messages and frames                       ranks        the other processes, seen from rank 0
     leader       rank 0's runner                           rank         the program of the other processes
-    loading      a rank's weights, on a CPU or a GPU       rendezvous   a rank's place, from the environment
+    joining      a rank's way to the others, and its card  rendezvous   a rank's place, from the environment
     nodes        ranks on several machines meet            remote       the program of such a rank
 """

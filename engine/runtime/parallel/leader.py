@@ -121,13 +121,15 @@ def _refuse(config: RunnerConfig) -> None:
 
 def _load(config: RunnerConfig, ranks: Ranks, progress: Progress, meeting: Meeting | None) -> LeadingRunner:
     """Start as the other ranks do: all import torch, and then load, at the same time."""
-    from engine.runtime.parallel import loading
+    from engine.runtime import load as loading
+    from engine.runtime.parallel.joining import connect
     from engine.runtime.start.starting import start
 
     ranks.answers(Here)
 
     def load() -> LoadedShard[ShardRunner]:
-        return loading.load_shard(config, loading.connect(config, 0, ranks.store_file, meeting), progress)
+        group = connect(config, 0, ranks.store_file, meeting)
+        return loading.load_shard(config, group.device, progress, group)
 
     def lead(own: ShardRunner) -> LeadingRunner:
         return LeadingRunner(own.info, own, ranks)

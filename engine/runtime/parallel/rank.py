@@ -79,12 +79,13 @@ def load(wire: RankEnd, start: Start, meeting: Meeting | None = None) -> Runner:
     """This rank's shard, and a runner of the sizes that rank 0 chose."""
     import torch  # takes seconds
 
-    from engine.runtime.parallel.loading import connect, load_shard
+    from engine.runtime.load import load_shard
+    from engine.runtime.parallel.joining import connect
 
     wire.send(Here())
     with torch.inference_mode():
         group = connect(start.config, start.rank, start.store_file, meeting)
-        shard = load_shard(start.config, group, _quiet)
+        shard = load_shard(start.config, group.device, _quiet, group)
         wire.send(Loaded(shard.page_count()))
         build = wire.receive()
         assert isinstance(build, Build)

@@ -38,7 +38,7 @@ from engine.runtime.models.spec import DecoderSpec, Longrope
 from engine.runtime.setup.hardware import available_memory_bytes, multiplies_bf16, usable_cores
 from engine.runtime.setup.model_errors import BadRunnerConfig, UnsupportedModel
 from engine.runtime.setup.runner_config import RunnerConfig
-from engine.runtime.start.step_timing import time_guesses, time_steps
+from engine.runtime.start.step_timing import Timed, time_guesses, time_steps
 from engine.runtime.step.kv_cache import HostPages, KVGeometry, host_page_count, state_place_count
 from engine.runtime.step.pooling import Pooler
 from engine.runtime.step.states import States
@@ -67,17 +67,9 @@ class ShardRunner(Protocol):
     def launch(self, plan: Plan) -> Pending: ...
 
 
-class Warmable(Protocol):
-    """A whole runner, before anything about it was timed."""
-
-    info: RunnerInfo
-
-    def run(self, plan: Plan) -> RunResult: ...
-
-
 Own = TypeVar("Own", bound=ShardRunner)
 Built = TypeVar("Built", bound=ShardRunner, covariant=True)
-Whole = TypeVar("Whole", bound=Warmable)
+Whole = TypeVar("Whole", bound=Timed)
 
 
 class LoadedShard(Protocol[Built]):
@@ -237,7 +229,7 @@ def untimed_info(
     )
 
 
-def warm_up(runner: Warmable) -> None:
+def warm_up(runner: Timed) -> None:
     """Run each family of shapes once: a prefill, a chunk over cached context, a decode; nucleus sampling."""
     info = runner.info
     room = min(WARMUP_PREFILL_TOKENS, info.max_model_len - 2, info.pages * info.page_size - 2)

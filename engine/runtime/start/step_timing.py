@@ -40,7 +40,7 @@ SAMPLING: Final = SamplingParams(seed=0, max_tokens=8)
 
 
 class Timed(Protocol):
-    """A whole runner that is warm."""
+    """A whole runner, which runs a step at a time."""
 
     info: RunnerInfo
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, compress, takewhile
+from typing import Self
 
 import msgspec
 import torch
@@ -44,6 +45,11 @@ class PackedBatch:
     slots: Seats
     rows: tuple[Row, ...]
     sampled: tuple[Row, ...]
+
+    @classmethod
+    def of(cls, plan: Plan, slots: Seats) -> Self:
+        """The plan's batch. Asserts that its rows follow from the slots' state."""
+        return cls(plan, slots, *_rows_of(plan, slots))
 
     @cached_property
     def tokens(self) -> int:
@@ -118,12 +124,7 @@ class PackedBatch:
         return self.slots.page_table[torch.tensor(owners), torch.tensor(places)].long()
 
 
-def assemble(plan: Plan, slots: Seats) -> PackedBatch:
-    """The plan's batch. Asserts that its rows follow from the slots' state."""
-    return PackedBatch(plan, slots, *rows_of(plan, slots))
-
-
-def rows_of(plan: Plan, seats: Seats) -> tuple[tuple[Row, ...], tuple[Row, ...]]:
+def _rows_of(plan: Plan, seats: Seats) -> tuple[tuple[Row, ...], tuple[Row, ...]]:
     """The plan's rows, and those of them that sample. Asserts that they follow from the seats' state."""
     offsets = accumulate(plan.lengths, initial=0)
     rows = tuple(map(Row, plan.slots, plan.positions, plan.lengths, offsets))

@@ -8,7 +8,7 @@ A query at position p sees the keys at positions (p - window, p].
 
 The back ends of a device are here: `DecodePages` and `PrefillPages`. Another kernel has stored the step's
 keys and values before they run, page tables lie on the device, and decode can be part of a CUDA graph.
-`engine.runtime.setup.backends` chooses among them. Those of a CPU are in `engine.runtime.host.attention`.
+`engine.runtime.setup.backends` chooses among them. A CPU has its own (`engine.runtime.host.torch_paged`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from engine.runtime.models.spec import DecoderSpec
-from engine.runtime.step.batch import PackedBatch
+from engine.runtime.step.batch import Row
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,24 +79,9 @@ class DecodeRows(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """The tokens that a step computes of one row: `length` from position `start`, at `offset` of the packed
-    ones."""
-
-    start: int
-    length: int
-    offset: int
-
-    @property
-    def end(self) -> int:
-        return self.start + self.length
-
-
-def chunks_of(batch: PackedBatch) -> list[Chunk]:
-    """The rows behind the decode rows, with offsets from the first of them."""
-    rows = batch.rows[batch.decode_rows :]
-    return [Chunk(row.start, row.length, row.offset - rows[0].offset) for row in rows]
+def chunks_of(rows: Sequence[Row]) -> list[Row]:
+    """The rows, which follow each other, with offsets from the first of them."""
+    return [Row(row.slot, row.start, row.length, row.offset - rows[0].offset) for row in rows]
 
 
 def to_device(
@@ -119,37 +104,32 @@ class PrefillPages(Protocol):
     """A prefill back end that reads the cache alone."""
 
     def warm_up(self, tokens_max: int, dtype: torch.dtype) -> None:
-        """Prepare what depends on a prompt's length, for lengths up to `tokens_max` and queries in
-        `dtype`."""
-        ...
+        """Prepare what depends on a prompt's length, for lengths up to `tokens_max` and queries in `dtype`:
+        nothing, where the kernels are the same for all lengths."""
+        return
 
-    def of_chunks(self, chunks: Sequence[Chunk], tables: Tensor) -> PrefillRows:
+    def of_chunks(self, chunks: Sequence[Row], tables: Tensor) -> PrefillRows:
         """tables [R, P], a row per chunk, on the device."""
-        ...
-
-    def prepare(self, batch: PackedBatch, tables: Tensor | None = None) -> PrefillRows:
-        """`tables`: the page tables of the rows after the decode rows, if they are on the device already."""
         ...
 
 
 class DecodePages(Protocol):
     """A decode back end that reads the cache alone, and can be captured."""
 
-    @property
-    def together(self) -> Sequence[int]:
-        """The numbers of tokens of one row that it can compute together, each by a kernel of its own,
-        ascending; empty: each token is a row to it, which reads its keys by itself."""
-        ...
+    together: Sequence[int] = ()
+    """The numbers of tokens of one row that it can compute together, each by a kernel of its own, ascending;
+    empty: each token is a row to it, which reads its keys by itself."""
 
-    def prepare(self, batch: PackedBatch, tables: Tensor | None = None) -> DecodeRows:
-        """Bind a step that is launched kernel by kernel. `tables`: the decode rows' page tables, where they
-        are on the device already."""
-        ...
+    def prepare(self, lengths: Sequence[int], tables: Tensor) -> DecodeRows:
+        """Bind a step that is launched kernel by kernel. `lengths`: keys per row; tables [R, P], on the
+        device."""
+        return self.on_device(tables, to_device(lengths, tables.device))
 
     def plan(self, lengths: Sequence[int]) -> None:
         """The host's part of a step by `on_device`, to be called before it is captured and before each
-        replay. `lengths`: keys per row, padding rows included."""
-        ...
+        replay: nothing, where the kernel reads lengths and tables on the device. `lengths`: keys per row,
+        padding rows included."""
+        return
 
     def on_device(self, tables: Tensor, lengths: Tensor, ahead: Ahead | None = None) -> DecodeRows:
         """Bind a step that launches only and reads nothing back. tables [R, P], lengths [R] int32, on the

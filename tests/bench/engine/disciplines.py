@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Final
 
+from engine.contract.messages import StepOutput
 from engine.core.queue import policy
 from engine.core.queue.policy import Circumstances, Discipline
 from engine.core.sequence import Sequence, Status
-from engine.core.step.flight import News
 from engine.core.step.plan_builder import PlanBuilder
 from engine.core.step.planner import Planner
 from tests.bench.engine.virtual import UNBOUNDED_GAPS, Engine
@@ -33,7 +33,7 @@ NEVER: Final = 1 << 60
 class PrefillFirst(Planner):
     """Plans prompts alone as long as there are any, else decodes."""
 
-    def fill(self, builder: PlanBuilder, news: News, now: float) -> None:
+    def fill(self, builder: PlanBuilder, news: StepOutput, now: float) -> None:
         self.allocator.grow(builder, now)
         for sequence in self.allocator.running.values():
             if sequence.pending_len > 1:

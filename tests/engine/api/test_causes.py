@@ -7,7 +7,14 @@ import random
 import pytest
 from msgspec.structs import replace
 
-from engine.api.told.attribution import INTERRUPTIONS_MAX, Interruption, SequenceMarks, Spent, causes_of
+from engine.api.told.attribution import (
+    INTERRUPTIONS_MAX,
+    Interruption,
+    SequenceMarks,
+    Spent,
+    Timing,
+    causes_of,
+)
 from engine.api.told.halts import Halts
 from engine.api.told.steps import (
     BEGINNING,
@@ -63,7 +70,7 @@ class Steps:
 
 
 def spent(queue_s: float = 0.0, prefill_s: float = 0.0, decode_s: float = 0.0, tokens: int = 1) -> Spent:
-    return Spent(queue_s, prefill_s, decode_s, 0, tokens)
+    return Spent(Timing(queue_s, prefill_s, decode_s), 0, tokens)
 
 
 @pytest.mark.parametrize(
@@ -133,7 +140,7 @@ def test_a_prefill_tells_what_was_computed_beside_it() -> None:
     steps.add(0.2, prompts=3, prompt_tokens=900, decodes=20)
     first = steps.add(0.2, prompts=2, prompt_tokens=600, decodes=20)
     marks = SequenceMarks(DEFAULT, 500, BEGINNING, admitted, first)
-    [prefill] = causes_of(marks, Spent(0.0, 0.4, 0.0, 100, 1), steps.ring)
+    [prefill] = causes_of(marks, Spent(Timing(prefill_s=0.4), 100, 1), steps.ring)
     assert sentence(prefill) == (
         "prefill of 400 ms: 400 prompt tokens of its own (100 more were cached) in 2 steps, "
         "beside 1,100 prompt tokens of 2 other requests and 20 streams"
@@ -145,7 +152,7 @@ def test_a_prompt_of_one_token_tells_all_that_was_computed_beside_it() -> None:
     admitted = steps.add()
     first = steps.add(0.2, prompts=2, prompt_tokens=101, decodes=0)
     marks = SequenceMarks(DEFAULT, 500, BEGINNING, admitted, first)
-    [prefill] = causes_of(marks, Spent(0.0, 0.2, 0.0, 499, 1), steps.ring)
+    [prefill] = causes_of(marks, Spent(Timing(prefill_s=0.2), 499, 1), steps.ring)
     assert sentence(prefill) == (
         "prefill of 200 ms: 1 prompt token of its own (499 more were cached) in 1 step, "
         "beside 100 prompt tokens of another request"

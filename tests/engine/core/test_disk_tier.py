@@ -299,7 +299,7 @@ def test_a_disk_whose_queues_are_full_takes_nothing(monkeypatch: pytest.MonkeyPa
     assert page is not None
     host.plan_made(1, [page])
     link.landed(1, [page])
-    assert (disk.jobs, host.used) == ([], 0)
+    assert (disk.jobs, host.free + host.kept) == ([], host.total)
     link._due.append((identity(2), page))
     link.take_done()
     assert not link._due, "it is kept no more, so it is not written"

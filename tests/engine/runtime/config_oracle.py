@@ -26,7 +26,7 @@ from engine.runtime.host.host_shard import host_network
 from engine.runtime.setup.model_errors import ModelError
 from engine.runtime.setup.runner_config import Kernels, RunnerConfig
 from engine.runtime.start import starting
-from engine.runtime.step.batch import assemble
+from engine.runtime.step.batch import PackedBatch
 from engine.runtime.step.kv_cache import KVCache, KVGeometry
 from engine.runtime.step.seats import HostSlots
 
@@ -397,5 +397,5 @@ def our_logprobs(
     slots.apply(Plan(0, [], [start], [(0, list(range(pages)))], [], [], [], []))
     rows = [(0, PROMPT_LEN), *((at, 1) for at in range(PROMPT_LEN, TOKENS))]
     steps = [Plan(0, [], [], [], [0], [at], [length], [Want.NOTHING]) for at, length in rows]
-    hidden = torch.cat([model.forward(assemble(step, slots)).clone() for step in steps])
+    hidden = torch.cat([model.forward(PackedBatch.of(step, slots)).clone() for step in steps])
     return model.logits(hidden).float().log_softmax(-1)

@@ -17,8 +17,9 @@ from torch import Tensor
 from engine.runtime.attention.build import Bounds, build_backends
 from engine.runtime.attention.flashinfer_paged import FlashInferDecode, workspace
 from engine.runtime.setup.backends import Backend, BackendChoice, Chosen
+from engine.runtime.step.batch import Row
 from engine.runtime.step.kv_cache import KVCache, KVGeometry
-from engine.runtime.step.protocols import AttentionSpec, Chunk, DecodePages, PrefillPages
+from engine.runtime.step.protocols import AttentionSpec, DecodePages, PrefillPages, chunks_of
 from tests.engine.runtime import attention_libraries as libraries
 from tests.engine.runtime.kernels.cases import PagedCase, Shape, paged_case
 
@@ -88,11 +89,9 @@ def test_decode_of_a_batch(backend: Backend) -> None:
     """As a step that is launched kernel by kernel prepares it; tables are 64 bits wide there."""
     library, page_size = DECODE[backend]
     case = paged_case(Shape(2, 2, 64, page_size), [1] * len(LENGTHS), LENGTHS, dtype=HALF)
-    rows = [SimpleNamespace(end=length) for length in LENGTHS]
-    batch: Any = SimpleNamespace(rows=rows, decode_rows=len(rows), page_tables=case.tables.long())
     decode = decoding(backend, library, case)
-    close(decode.prepare(batch)(1, case.q), case.expected(WINDOW))
-    close(decode.prepare(batch, case.tables)(0, case.q), case.expected(None))
+    close(decode.prepare(LENGTHS, case.tables.long())(1, case.q), case.expected(WINDOW))
+    close(decode.prepare(LENGTHS, case.tables)(0, case.q), case.expected(None))
 
 
 @pytest.mark.parametrize("backend", PREFILL, ids=lambda backend: backend.name)
@@ -102,16 +101,13 @@ def test_prefill(backend: Backend) -> None:
     case = paged_case(Shape(2, 2, 64, page_size), CHUNKS, CONTEXTS, dtype=HALF)
     prefill = back_ends(cache_of(case), case.shape, Chosen(Backend.TORCH), Chosen(backend, library))[1]
     offsets = accumulate(CHUNKS, initial=0)
-    chunks = [Chunk(end - n, n, offset) for n, end, offset in zip(CHUNKS, CONTEXTS, offsets, strict=False)]
+    chunks = [Row(0, end - n, n, offset) for n, end, offset in zip(CHUNKS, CONTEXTS, offsets, strict=False)]
     step = prefill.of_chunks(chunks, case.tables)
     close(step(0, case.q), case.expected(None))
     close(step(1, case.q), case.expected(WINDOW))
-    # The same as rows of a batch, behind a decode row.
-    rows = [SimpleNamespace(start=0, length=1, offset=0)]
-    rows += [SimpleNamespace(start=c.start, length=c.length, offset=c.offset + 1) for c in chunks]
-    tables = torch.cat((torch.zeros_like(case.tables[:1]), case.tables)).long()
-    batch: Any = SimpleNamespace(rows=rows, decode_rows=1, page_tables=tables)
-    close(prefill.prepare(batch)(0, case.q), case.expected(None))
+    # The same as rows of a batch, behind a decode row, by tables that are 64 bits wide.
+    rows = [Row(slot=0, start=c.start, length=c.length, offset=c.offset + 1) for c in chunks]
+    close(prefill.of_chunks(chunks_of(rows), case.tables.long())(0, case.q), case.expected(None))
 
 
 @pytest.mark.parametrize(
@@ -133,7 +129,7 @@ def test_an_fp8_cache_under_flashinfers_prefill() -> None:
     cache = cache_of(case, (0.5, 3.0))
     chosen = Chosen(Backend.FLASHINFER, libraries.FLASHINFER)
     prefill = back_ends(cache, case.shape, Chosen(Backend.TORCH), chosen)[1]
-    found = prefill.of_chunks([Chunk(60, 40, 0), Chunk(0, 3, 40)], case.tables)(0, case.q)
+    found = prefill.of_chunks([Row(0, 60, 40, 0), Row(0, 0, 3, 40)], case.tables)(0, case.q)
     close(found / 3, case.expected(None) / 3)
 
 

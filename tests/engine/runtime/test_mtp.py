@@ -20,8 +20,8 @@ from engine.core.drafts.drafter import NGramDrafts
 from engine.core.queue.newcomers import AddSequence
 from engine.core.scheduler import Scheduler
 from engine.runtime.host.host_runner import HostRunner
-from engine.runtime.host.host_shard import load_on_host
 from engine.runtime.host.sampler import Draw, draw_by_torch
+from engine.runtime.load import load_runner
 from engine.runtime.setup.runner_config import Kernels, RunnerConfig
 from engine.runtime.step.seats import SamplingColumns
 from tests import effort
@@ -77,7 +77,9 @@ def loaded(path: Path, dtype: Any = "float32", kernels: Kernels = "native", **op
         threads=1,
         **options,
     )
-    return load_on_host(config, lambda _: None)
+    runner = load_runner(config, lambda _: None)
+    assert isinstance(runner, HostRunner)
+    return runner
 
 
 # -- the oracle -----------------------------------------------------------------------------------
@@ -215,7 +217,7 @@ class Silent(NGramDrafts):
         super().__init__(2, ())
 
     def look(self, tokens: array[int], most: int, read_max: int) -> None:
-        self.has_read = True
+        return None
 
 
 def agreeing(

@@ -21,10 +21,9 @@ from torch.testing import assert_close
 from engine.contract.messages import Plan, SamplingParams, SlotAssignment, Want
 from engine.runtime.collective.collective import ALONE
 from engine.runtime.host import host_shard as loading
-from engine.runtime.host.attention import BatchAttention
 from engine.runtime.host.exact_attention import ExactAttention
 from engine.runtime.host.model import PagedModel, TorchModel
-from engine.runtime.host.torch_paged import TorchDecode, TorchPrefill
+from engine.runtime.host.torch_paged import PagedAttention, Workspace
 from engine.runtime.load import load_runner
 from engine.runtime.models.spec import DecoderSpec, DeltaNet, Rope, Tempering, Yarn
 from engine.runtime.native import build
@@ -32,7 +31,7 @@ from engine.runtime.native.decoder import NativeDecoder, Shape, Step, built_isas
 from engine.runtime.reference.torch_decoder import TorchDecoder
 from engine.runtime.setup.model_errors import BadRunnerConfig
 from engine.runtime.setup.runner_config import RunnerConfig
-from engine.runtime.step.batch import assemble
+from engine.runtime.step.batch import PackedBatch
 from engine.runtime.step.kv_cache import KVCache, KVGeometry
 from engine.runtime.step.protocols import AttentionSpec
 from engine.runtime.step.seats import HostSlots
@@ -152,8 +151,8 @@ class Stage:
         if isa is None:
             spec = AttentionSpec.of(config)
             decoder = TorchDecoder(config, Weights(dtype))
-            decode, prefill = TorchDecode(cache, spec), TorchPrefill(cache, spec)
-            model = TorchModel(decoder, partial(BatchAttention, cache, decode=decode, prefill=prefill))
+            attend = partial(PagedAttention, cache, spec=spec, workspace=Workspace(dtype))
+            model = TorchModel(decoder, attend)
             if config.deltas:
                 states = States(StateGeometry.of(config, dtype), 10)
                 model = TorchModel(decoder, partial(ExactAttention, cache, spec=spec), states)
@@ -176,7 +175,9 @@ class Stage:
     def step(self, rows: Sequence[tuple[int, int, int]]) -> list[Tensor]:
         """(slot, start, length) -> hidden states [length, hidden] of each row."""
         slots, starts, lengths = (list(column) for column in zip(*rows, strict=True))
-        batch = assemble(Plan(0, [], [], [], slots, starts, lengths, [Want.NOTHING] * len(rows)), self.slots)
+        batch = PackedBatch.of(
+            Plan(0, [], [], [], slots, starts, lengths, [Want.NOTHING] * len(rows)), self.slots
+        )
         hidden = self.model.forward(batch)
         return list(hidden.split([length for _, _, length in rows]))
 

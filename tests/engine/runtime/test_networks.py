@@ -17,7 +17,6 @@ from torch import Tensor
 from engine.runtime.device import device_decoder as device_network
 from engine.runtime.device import device_shard as device_load
 from engine.runtime.device.device_decoder import DeviceDecoder
-from engine.runtime.device.device_shard import load_on_card
 from engine.runtime.host import host_shard as host_load
 from engine.runtime.load import load_runner
 from engine.runtime.models.decoder_config import parse_model_config, read_model_config
@@ -36,7 +35,7 @@ from engine.runtime.weights.parameters import read_all
 from tests.engine.decoders import dense, like
 from tests.engine.runtime.config_oracle import Weights
 from tests.engine.runtime.conftest import MakeModel
-from tests.engine.runtime.device.card import FakeCard, fake_config
+from tests.engine.runtime.device.card import FakeCard, fake_config, load_on_card
 from tests.engine.runtime.odd_configs import plain
 
 Implements = Callable[[DecoderSpec], str | None]

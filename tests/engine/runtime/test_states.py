@@ -23,11 +23,11 @@ from engine.core.scheduler import Scheduler
 from engine.core.scheduler_config import SchedulerConfig
 from engine.core.sequence import Sequence
 from engine.runtime.host.host_runner import HostRunner
-from engine.runtime.host.host_shard import load_on_host
+from engine.runtime.load import load_runner
 from engine.runtime.models.decoder_config import parse_model_config
 from engine.runtime.setup.model_errors import DoesNotFit, UnsupportedModel
 from engine.runtime.setup.runner_config import Kernels, RunnerConfig
-from engine.runtime.step.batch import assemble
+from engine.runtime.step.batch import PackedBatch
 from tests import effort
 from tests.bench.engine.core_window import draft_by
 from tests.core_laws import check
@@ -72,7 +72,9 @@ def loaded(path: Path, dtype: Any = "float32", kernels: Kernels = "native", **op
         threads=1,
         **options,
     )
-    return load_on_host(config, lambda _: None)
+    runner = load_runner(config, lambda _: None)
+    assert isinstance(runner, HostRunner)
+    return runner
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +103,7 @@ class Rows:
         """The hidden states of rows (slot, position, length)."""
         slots, positions, lengths = map(list, zip(*rows, strict=True))
         plan = Plan(0, [], [], [], slots, positions, lengths, [Want.NOTHING] * len(rows))
-        hidden = self.runner.model.forward(assemble(plan, self.runner.slots))
+        hidden = self.runner.model.forward(PackedBatch.of(plan, self.runner.slots))
         logits = self.runner.model.logits(hidden)
         return list(torch.cat((hidden.float(), logits), dim=1).split(lengths))
 

@@ -68,6 +68,12 @@ async def serving(
             await server.close()
 
 
+async def drained_server(server: Http2Server) -> None:
+    """Have a server finish what runs, and accept nothing new."""
+    server.retire()
+    await server.wait_closed()
+
+
 def endpoints(transport: Http2Transport) -> list[ClientEndpoint]:
     return [one for pool in transport._pools.values() for one in pool.endpoints]  # type: ignore[misc]
 

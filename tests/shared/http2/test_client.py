@@ -22,6 +22,7 @@ from tests.shared.http2.loopback import (
     STREAM,
     Silent,
     client,
+    drained_server,
     echo,
     endpoints,
     hello,
@@ -269,7 +270,7 @@ async def test_goaway_under_load_moves_requests_to_another_connection() -> None:
                         answers.append((await http.get(url)).status_code)
                         if len(answers) == 100:
                             current[0] = second
-                            drained.append(asyncio.create_task(first.server.drain()))
+                            drained.append(asyncio.create_task(drained_server(first.server)))
 
                 drained: list[asyncio.Task[None]] = []
                 await asyncio.gather(*(load() for _ in range(20)))

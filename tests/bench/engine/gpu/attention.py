@@ -20,7 +20,7 @@ from engine.runtime.setup.backends import NAMES, BackendChoice, Need, choose
 from engine.runtime.setup.model_errors import BadRunnerConfig
 from engine.runtime.step.batch import Row
 from engine.runtime.step.kv_cache import KVCache, KVGeometry
-from engine.runtime.step.protocols import Ahead, AttentionSpec, Chunk
+from engine.runtime.step.protocols import Ahead, AttentionSpec
 from engine.runtime.step.states import StateGeometry, States
 from engine.runtime.weights.parameters import DeltaWeights
 from tests.bench.engine.gpu.measuring import check, graph_ms
@@ -104,7 +104,7 @@ def prefill(length: int, name: str) -> dict[str, Any]:
     cache.pool.normal_()
     tables = torch.arange(cache.pages, dtype=torch.int32, device=CUDA)[None]
     ours = TritonPrefill(cache, AttentionSpec(HEADS, KV_HEADS, DIM, [None])).of_chunks(
-        [Chunk(0, length, 0)], tables
+        [Row(0, 0, length, 0)], tables
     )
 
     def library() -> Tensor:

@@ -20,7 +20,13 @@ from torch import Tensor
 
 from engine.contract.messages import SamplingParams
 from engine.runtime.attention.triton_paged import LibraryPrefill, TritonDecode, TritonPrefill
-from engine.runtime.device.device_decoder import DecodeStep, DeviceDecoder, StepTables, StepTokens
+from engine.runtime.device.device_decoder import (
+    DecodeStep,
+    DeviceDecoder,
+    DeviceSampler,
+    StepTables,
+    StepTokens,
+)
 from engine.runtime.device.device_sampling import DeviceSampling, SamplingScratch, sample
 from engine.runtime.device.device_shard import DRAFTS_MAX, OVERLAP_CAPABILITY
 from engine.runtime.device.graphs import CudaGraphDevice, DecodeGraphs, Drafted, StepShape
@@ -38,7 +44,7 @@ from engine.runtime.reference.delta_net import StepStates
 from engine.runtime.setup.hardware import usable_cores
 from engine.runtime.step.batch import Row
 from engine.runtime.step.kv_cache import KVCache, KVGeometry
-from engine.runtime.step.protocols import AttentionSpec, Chunk
+from engine.runtime.step.protocols import AttentionSpec
 from engine.runtime.step.states import StateGeometry, States
 from tests.bench.engine.gpu.measuring import check, graph_ms, span_ms
 from tests.bench.engine.gpu.results import floors, write
@@ -116,10 +122,10 @@ class Bench:
         drafted = Drafted(before, [drafts - at for at in before], [-1] * len(before))
         rows = [slot for slot in slots for _ in range(tokens)], [context - drafts + at for at in before]
         with ThreadPoolExecutor(usable_cores()) as workers, compiling_in(workers, CUDA):
-            graphs.eager(*rows, drafted)
+            graphs.run(*rows, drafted)
         graphs.capture(CudaGraphDevice(), lambda *_: None)
-        assert (graphs.replay(*rows, drafted)[0] >= 0).all(), "logits are not finite"
-        ms = span_ms(lambda: graphs.replay(*rows, drafted))
+        assert (graphs.run(*rows, drafted)[0] >= 0).all(), "logits are not finite"
+        ms = span_ms(lambda: graphs.run(*rows, drafted))
         found = self._shares(ms, batch, context, torch.bfloat16, tokens)
         return found | {"drafts": drafts, "together": together}
 
@@ -128,7 +134,7 @@ class Bench:
         step = replace(self._step(batch, context, torch.bfloat16), launches_dependently=dependently)
         _compile(step, batch, context)
         graphs = _captured(step, batch)
-        return partial(graphs.replay, list(range(batch)), [context] * batch)
+        return partial(graphs.run, list(range(batch)), [context] * batch)
 
     def choices(self, batch: int) -> dict[str, str]:
         """The kernels that were chosen for each product at this batch."""
@@ -168,7 +174,7 @@ class Bench:
         sampling.seat_all(range(batch), asked, [context + 1] * batch)
         scratch = SamplingScratch.empty(batch * each, config.vocab_size, self.decoder.dtype, CUDA)
         kept = StepTables(tokens, table, cache, attention, self._states(batch + 1, batch * (each - 1)))
-        return DecodeStep(self.decoder, kept, sampling, scratch)
+        return DecodeStep(kept, DeviceSampler(self.decoder, kept.tokens, sampling, scratch, kept.states))
 
     def _states(self, slots: int, windows: int = 0) -> States | None:
         geometry = StateGeometry.of(self.config, self.decoder.dtype)
@@ -190,7 +196,7 @@ class Bench:
         pages = tables[0].long()[positions // PAGE]
         token_ids = torch.randint(config.vocab_size, (length,), device=CUDA)
         step = StepTokens(token_ids, positions, pages, positions % PAGE)
-        attend = backend(cache, self.spec).of_chunks([Chunk(0, length, 0)], tables)
+        attend = backend(cache, self.spec).of_chunks([Row(0, 0, length, 0)], tables)
         kept, none = self._states(1), torch.zeros(0, dtype=torch.int32, device=CUDA)
         states = None if kept is None else StepStates(kept, [Row(0, 0, length, 0)], 0, none, none)
 
@@ -217,16 +223,16 @@ def _captured(step: DecodeStep, batch: int) -> Graphs:
 def _replayed(graphs: Graphs, batch: int, context: int) -> tuple[float, tuple[Tensor, ...]]:
     """The time of a step, ms, and its results."""
     slots, lengths = list(range(batch)), [context] * batch
-    found = graphs.replay(slots, lengths)
+    found = graphs.run(slots, lengths)
     assert (found[0] >= 0).all(), "logits are not finite"
-    ms = span_ms(lambda: graphs.replay(slots, lengths))
+    ms = span_ms(lambda: graphs.run(slots, lengths))
     return ms, tuple(tensor.clone() for tensor in found)
 
 
 def _compile(step: DecodeStep, batch: int, context: int) -> None:
     """Compile a step's kernels by all cores."""
     with ThreadPoolExecutor(usable_cores()) as workers, compiling_in(workers, CUDA):
-        DecodeGraphs(step, [batch], batch, CUDA).eager(list(range(batch)), [context] * batch)
+        DecodeGraphs(step, [batch], batch, CUDA).run(list(range(batch)), [context] * batch)
 
 
 def fitting_context(config: DecoderSpec, batch: int, context: int) -> int:

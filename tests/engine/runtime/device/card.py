@@ -15,12 +15,13 @@ from torch import Tensor
 
 from engine.runtime.device.card import MemoryReading
 from engine.runtime.device.device_runner import DeviceRunner
-from engine.runtime.device.device_shard import load_on_card
+from engine.runtime.device.device_shard import load_shard
 from engine.runtime.device.graphs import GraphDevice
 from engine.runtime.kernels.autotune import Timer
 from engine.runtime.kernels.launching import compiling
 from engine.runtime.setup.runner_config import RunnerConfig
 from engine.runtime.start import starting
+from engine.runtime.start.starting import start_alone
 from tests.engine.runtime.kernels.interpreter import prepare_interpreter
 
 prepare_interpreter()
@@ -158,6 +159,11 @@ def load_fake(
     warm up and timed only where `timed` says so."""
     with nullcontext() if timed else cold():
         return load_on_card(fake_config(path, **overrides), card or FakeCard(), progress)
+
+
+def load_on_card(config: RunnerConfig, card: FakeCard, progress: Callable[[str], None]) -> DeviceRunner:
+    """A warm runner on one card."""
+    return start_alone(config, lambda: load_shard(config, card, progress), progress)
 
 
 @contextmanager

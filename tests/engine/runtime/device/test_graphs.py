@@ -103,10 +103,11 @@ def test_the_largest_is_captured_first_and_each_is_warm_before() -> None:
 def test_a_replay_is_the_eager_step(rows: int) -> None:
     model = Model()
     own = graphs(model)
-    own.capture(FakeDevice(), lambda done, of: None)
     slots, lengths = [i % 9 for i in range(rows)], list(range(3, 3 + rows))
-    replayed = own.replay(slots, lengths).clone()
-    assert torch.equal(replayed, own.eager(slots, lengths))
+    launched = own.run(slots, lengths).clone()
+    own.capture(FakeDevice(), lambda done, of: None)
+    replayed = own.run(slots, lengths).clone()
+    assert torch.equal(replayed, launched)
     assert replayed[:rows].tolist() == [(10 + s) * 100 + n for s, n in zip(slots, lengths, strict=True)]
     padding = own.bucket(rows) - rows
     assert replayed[rows:].tolist() == [1901] * padding
@@ -144,7 +145,7 @@ class TwoForms(Model):
         """Which form each bucket replays."""
         found = {}
         for rows in graphs.buckets:
-            graphs.replay(list(range(9))[:rows] + [0] * (rows - 9), [1] * rows)
+            graphs.run(list(range(9))[:rows] + [0] * (rows - 9), [1] * rows)
             found[rows] = self.ran
         return found
 
@@ -198,10 +199,10 @@ def test_a_replay_reads_what_is_on_the_device_then() -> None:
     model = Model()
     own = graphs(model)
     own.capture(FakeDevice(), lambda done, of: None)
-    first = own.replay([3], [1])
+    first = own.run([3], [1])
     assert first.tolist() == [1301]
     model.state[3] = 50
-    assert own.replay([3], [1]) is first
+    assert own.run([3], [1]) is first
     assert first.tolist() == [5001]
 
 
@@ -224,17 +225,17 @@ def test_inputs_are_one_copy() -> None:
 
     own = graphs(Model())
     with Copies():  # type: ignore[no-untyped-call]  # torch has no type for it
-        own.eager([1, 2, 3], [7, 8, 9])
+        own.run([1, 2, 3], [7, 8, 9])
     assert copied == [2 * 4]
 
 
 def test_consecutive_steps_are_staged_apart() -> None:
     """Until two further steps were filled, a step's host copy is left alone."""
     own = graphs(Model())
-    own.eager([1, 2], [7, 8])
+    own.run([1, 2], [7, 8])
     staged = own._staged[0].clone()
-    own.eager([3, 4], [1, 1])
-    own.eager([5, 6], [1, 1])
+    own.run([3, 4], [1, 1])
+    own.run([5, 6], [1, 1])
     assert torch.equal(own._staged[0], staged)
 
 
@@ -242,7 +243,7 @@ def test_too_many_rows_and_a_taken_padding_slot_are_the_callers_mistake() -> Non
     own = graphs(Model())
     for slots in ([], list(range(8)) * 2, [PADDING]):
         with pytest.raises(AssertionError):
-            own.eager(slots, [1] * len(slots))
+            own.run(slots, [1] * len(slots))
 
 
 # -- drafts ---------------------------------------------------------------------------------------
@@ -278,10 +279,12 @@ class Verifying(Model):
 @pytest.mark.parametrize(("drafts", "shape"), [([2, 0], (4, 4)), ([3, 3, 0, 1], (12, 4)), ([6], (8, 16))])
 def test_a_step_with_drafts_is_replayed_by_its_tokens(drafts: list[int], shape: tuple[int, int]) -> None:
     """Padded with rows of one token, without a mask; beside plain steps, which are captured as before."""
-    own = DecodeGraphs(
-        Verifying().step, batch_buckets(4), PADDING, CPU, verified=verify_shapes(verify_buckets(12), (4, 16))
-    )
-    device = FakeDevice()
+
+    def made() -> DecodeGraphs[Tensor]:
+        shapes = verify_shapes(verify_buckets(12), (4, 16))
+        return DecodeGraphs(Verifying().step, batch_buckets(4), PADDING, CPU, verified=shapes)
+
+    own, device = made(), FakeDevice()
     own.capture(device, lambda done, of: None)
     assert len(device.log) == 2 * (len(own.buckets) + len(own.verified))
     before = [at for own_drafts in drafts for at in range(own_drafts + 1)]
@@ -297,7 +300,7 @@ def test_a_step_with_drafts_is_replayed_by_its_tokens(drafts: list[int], shape: 
         ((10 + slot) * 100 + length) * 100 + at * 10 + mask for slot, length, at, mask in columns
     ]
     assert found[len(slots) :].tolist() == [190099] * (shape[0] - len(slots))
-    assert torch.equal(own.eager(slots, lengths, drafted), found)
+    assert torch.equal(made().run(slots, lengths, drafted), found)
     assert own.run([1, 2], [5, 6]).tolist() == [1105, 1206]
 
 

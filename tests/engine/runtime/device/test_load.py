@@ -13,7 +13,7 @@ import torch
 from engine.contract.messages import RunnerInfo
 from engine.runtime.device import device_shard as loading
 from engine.runtime.device.card import CudaCard, MemoryReading
-from engine.runtime.device.device_shard import enough_memory, largest_plans, load_on_card
+from engine.runtime.device.device_shard import enough_memory, largest_plans
 from engine.runtime.device.graphs import batch_buckets
 from engine.runtime.device.memory import MemoryProfile, kv_page_count
 from engine.runtime.device.slots import DeviceBatch, DeviceSlots
@@ -21,7 +21,7 @@ from engine.runtime.setup.model_errors import DoesNotFit
 from engine.runtime.setup.runner_config import RunnerConfig
 from tests.engine.models import reference_greedy
 from tests.engine.runtime.conftest import MakeModel
-from tests.engine.runtime.device.card import FakeCard, fake_config, load_fake
+from tests.engine.runtime.device.card import FakeCard, fake_config, load_fake, load_on_card
 from tests.engine.runtime.device.test_runner import GREEDY, SMALL
 from tests.engine.runtime.driver import Driver
 

@@ -15,6 +15,7 @@ from engine.runtime.device.device_decoder import (
     DecodeStep,
     DeviceDecoder,
     DeviceModel,
+    DeviceSampler,
     StepTables,
     StepTokens,
 )
@@ -166,10 +167,10 @@ def test_decode_steps_from_the_device_go_on_where_the_runner_stopped(
     if tiles:
         model.decoder.table = all_by_tiles(model.decoder.linears)
     kept = StepTables(tokens, table, runner.cache, model.decode)
-    step = DecodeStep(model.decoder, kept, sampling, scratch)
+    step = DecodeStep(kept, DeviceSampler(model.decoder, kept.tokens, sampling, scratch, kept.states))
     graphs = DecodeGraphs(step, batch_buckets(4), padding, CPU)
     lengths = [len(life.tokens) for life in lives]
-    found = [graphs.eager([0, 1, 2], [length + i for length in lengths])[0][:3].tolist() for i in range(3)]
+    found = [graphs.run([0, 1, 2], [length + i for length in lengths])[0][:3].tolist() for i in range(3)]
 
     whole = Driver(runner_for(path))
     expected = [

@@ -20,8 +20,9 @@ from engine.runtime.models.decoder_config import read_model_config
 from engine.runtime.models.quantization import Fp8Scheme
 from engine.runtime.setup.model_errors import BadRunnerConfig
 from engine.runtime.setup.runner_config import RunnerConfig
+from engine.runtime.step.batch import Row
 from engine.runtime.step.kv_cache import KVCache, KVGeometry
-from engine.runtime.step.protocols import AttentionSpec, Chunk
+from engine.runtime.step.protocols import AttentionSpec
 from engine.runtime.weights.fp8 import Fp8Weight
 from tests.engine.models import reference_greedy
 from tests.engine.runtime.conftest import MakeModel
@@ -139,8 +140,8 @@ def test_a_long_prompt_over_a_cache_in_fp8(monkeypatch: pytest.MonkeyPatch) -> N
     assert [shapes[0][0][1] for shapes in seen] == [24, 32, 40]
     with AsOnAGpu():
         for length in (33, 24):
-            step = prefill.of_chunks([Chunk(0, length, 0)], tables)
-            expected = triton_paged.TritonPrefill(cache, spec).of_chunks([Chunk(0, length, 0)], tables)
+            step = prefill.of_chunks([Row(0, 0, length, 0)], tables)
+            expected = triton_paged.TritonPrefill(cache, spec).of_chunks([Row(0, 0, length, 0)], tables)
             torch.testing.assert_close(step(0, q[:length]), expected(0, q[:length]), atol=1e-5, rtol=1e-5)
     assert len(seen) == 5
     assert set(seen) == planned, "a plan is for sizes, strides and types"

@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 import torch
 
+from engine.runtime.collective.collective import Alone
 from engine.runtime.collective.shard import Shard
 from engine.runtime.device.device_shard import load_shard
-from engine.runtime.device.rehearsal import Unjoined, Workers, rehearsed
+from engine.runtime.device.rehearsal import Workers, rehearsed
 from engine.runtime.kernels.launching import compiling
 from engine.runtime.setup.model_errors import WeightsMismatch
 from engine.runtime.start.starting import warm_up
@@ -129,7 +130,7 @@ def test_nor_does_a_rank(tiny_model: MakeModel) -> None:
     card = Seen()
     stages: list[str] = []
     with card.watched(), torch.inference_mode():
-        shard = load_shard(config, card, stages.append, Unjoined(Shard(1, 2)))
+        shard = load_shard(config, card, stages.append, Alone(Shard(1, 2)))
         warm_up(shard.build(shard.info(shard.page_count()), stages.append))
     assert "in 2 shards" in stages[0]
     card.assert_compiled_before()

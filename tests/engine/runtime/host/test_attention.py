@@ -11,9 +11,8 @@ from torch import Tensor
 
 from engine.contract.messages import Plan, SamplingParams, SlotAssignment, Want
 from engine.runtime.host import torch_paged
-from engine.runtime.host.attention import BatchAttention
-from engine.runtime.host.torch_paged import TorchDecode, TorchPrefill
-from engine.runtime.step.batch import assemble
+from engine.runtime.host.torch_paged import PagedAttention, Workspace
+from engine.runtime.step.batch import PackedBatch
 from engine.runtime.step.kv_cache import KVCache, KVGeometry
 from engine.runtime.step.protocols import AttentionSpec
 from engine.runtime.step.seats import HostSlots
@@ -76,13 +75,15 @@ class Stage:
         self.slots.apply(Plan(0, [], seated, list(enumerate(self.owned)), [], [], [], []))
         for i, (k, v) in enumerate(self.past):
             if len(k):
-                batch = assemble(Plan(0, [], [], [], [i], [0], [len(k)], [Want.NOTHING]), self.slots)
+                batch = PackedBatch.of(Plan(0, [], [], [], [i], [0], [len(k)], [Want.NOTHING]), self.slots)
                 self.cache.write(0, k, v, batch.places)
         starts, lengths = [s for s, _ in self.rows], [n for _, n in self.rows]
         n = len(self.rows)
-        batch = assemble(Plan(0, [], [], [], list(range(n)), starts, lengths, [Want.NOTHING] * n), self.slots)
-        decode, prefill = TorchDecode(self.cache, self.spec), TorchPrefill(self.cache, self.spec)
-        return BatchAttention(self.cache, batch, decode, prefill)(0, self.q, self.k, self.v)
+        batch = PackedBatch.of(
+            Plan(0, [], [], [], list(range(n)), starts, lengths, [Want.NOTHING] * n), self.slots
+        )
+        workspace = Workspace(self.cache.geometry.dtype)
+        return PagedAttention(self.cache, batch, self.spec, workspace)(0, self.q, self.k, self.v)
 
     def expected(self) -> Tensor:
         found, offset = [], 0

@@ -9,8 +9,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from engine.runtime.attention import triton_paged
 from engine.runtime.attention.triton_paged import LibraryPrefill, TritonDecode, TritonPrefill
+from engine.runtime.step.batch import Row
 from engine.runtime.step.kv_cache import KVCache, KVGeometry
-from engine.runtime.step.protocols import AttentionSpec, Chunk
+from engine.runtime.step.protocols import AttentionSpec
 
 
 def test_decode_prepares_from_the_device_alone() -> None:
@@ -45,7 +46,7 @@ def test_long_fresh_prompts_go_to_the_library_and_the_rest_does_not(monkeypatch:
     for part in (*cache.keys, *cache.values):
         part.normal_()
     spec = AttentionSpec(4, 2, 16, [None, 8])
-    chunks = [Chunk(0, 33, 0), Chunk(0, 5, 33), Chunk(10, 21, 38), Chunk(0, 20, 59)]
+    chunks = [Row(0, 0, 33, 0), Row(0, 0, 5, 33), Row(0, 10, 21, 38), Row(0, 0, 20, 59)]
     tables = torch.randperm(12).view(4, 3)
     for part in (*cache.keys, *cache.values):
         part[tables[0, 2], :, 1:] = torch.nan  # behind the 33rd
@@ -63,7 +64,7 @@ def test_long_fresh_prompts_go_to_the_library_and_the_rest_does_not(monkeypatch:
     assert lengths == [40, 24]
     assert torch.equal(both(1, q), ours(1, q))
     assert lengths == [40, 24]
-    short = LibraryPrefill(cache, spec, library).of_chunks([Chunk(0, 5, 0)], tables[1:2])
+    short = LibraryPrefill(cache, spec, library).of_chunks([Row(0, 0, 5, 0)], tables[1:2])
     assert short(0, q[33:38]).shape == (5, 4, 16)
     assert lengths == [40, 24]
 
@@ -72,7 +73,7 @@ def test_queries_that_a_chunk_does_not_have_are_the_callers_mistake() -> None:
     """A kernel would read and write beyond the tensor."""
     cache = KVCache(KVGeometry(1, 2, 16, 16, torch.float32), pages=1)
     step = TritonPrefill(cache, AttentionSpec(4, 2, 16, [None])).of_chunks(
-        [Chunk(0, 5, 33)], torch.zeros(1, 1)
+        [Row(0, 0, 5, 33)], torch.zeros(1, 1)
     )
     with pytest.raises(AssertionError):
         step(0, torch.zeros(5, 4, 16))

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.runtime.attention.triton_paged import TritonDecode
 from engine.runtime.device import device_sampling as device_sampling
-from engine.runtime.device.device_decoder import DecodeStep, DeviceDecoder, StepTables
+from engine.runtime.device.device_decoder import DecodeStep, DeviceDecoder, DeviceSampler, StepTables
 from engine.runtime.device.device_sampling import DeviceSampling, SamplingScratch
 from engine.runtime.device.graphs import DecodeInputs
 from engine.runtime.kernels import begin, decode_attention, delta_net, fused, matmul, split_matmul
@@ -92,7 +92,8 @@ def step_of(config: DecoderSpec) -> DecodeStep:
     sampling = DeviceSampling.empty(SLOTS, config.vocab_size, CPU)
     scratch = SamplingScratch.empty(SLOTS, config.vocab_size, torch.float32, CPU)
     states = States(StateGeometry.of(config, torch.float32), SLOTS)
-    return DecodeStep(decoder, StepTables(tokens, table, cache, attention, states), sampling, scratch)
+    kept = StepTables(tokens, table, cache, attention, states)
+    return DecodeStep(kept, DeviceSampler(decoder, tokens, sampling, scratch, states))
 
 
 Table = Callable[[DeviceDecoder], MatmulTable]
@@ -114,8 +115,9 @@ def launches(layers: int, table: Table, rows: int = 2, *, dependently: bool = Fa
 
 def launched(model: DecoderSpec, table: Table, rows: int, *, dependently: bool = False) -> Counter[str]:
     step = step_of(model)
-    assert isinstance(step.decoder, DeviceDecoder)
-    step.decoder.table = table(step.decoder)
+    decoder = step.sampler.decoder
+    assert isinstance(decoder, DeviceDecoder)
+    decoder.table = table(decoder)
     inputs = DecodeInputs.empty(rows, CPU)
     inputs.lengths.fill_(1)
     with torch.inference_mode(), counted() as seen:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engine.runtime.kernels import prefill_attention as kernels
 from engine.runtime.kernels.prefill_attention import BLOCK_M, tile_list
-from engine.runtime.step.protocols import Chunk
+from engine.runtime.step.batch import Row
 from tests.engine.runtime.kernels.cases import PagedCase, Shape, paged_case
 
 CPU = torch.device("cpu")
@@ -30,7 +30,7 @@ def run(
     case = case.moved(device)
     offsets = accumulate(case.chunks, initial=0)
     chunks = [
-        Chunk(length - chunk, chunk, offset)
+        Row(0, length - chunk, chunk, offset)
         for chunk, length, offset in zip(case.chunks, case.lengths, offsets, strict=False)
     ]
     columns = [(chunk.start, chunk.length, chunk.offset) for chunk in chunks]
@@ -122,7 +122,7 @@ def test_tiles_of_a_chunk_without_tokens_read_and_write_nothing(window: int | No
 def test_tiles_cover_every_token_once_and_the_longest_come_first(
     rows: list[tuple[int, int]], group: int, window: int | None
 ) -> None:
-    chunks = [Chunk(start, length, 0) for start, length in rows]
+    chunks = [Row(0, start, length, 0) for start, length in rows]
     tiles = tile_list(chunks, group, window)
     tokens = BLOCK_M // group
     covered = sorted(

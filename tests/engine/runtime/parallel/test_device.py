@@ -11,8 +11,9 @@ import pytest
 from engine.contract.messages import Runner
 from engine.core.scheduler import Scheduler
 from engine.core.scheduler_config import SchedulerConfig
+from engine.runtime import load as loading
 from engine.runtime.device.device_runner import DeviceRunner
-from engine.runtime.parallel import leader, loading
+from engine.runtime.parallel import leader
 from engine.runtime.parallel import ranks as parallel_ranks
 from engine.runtime.setup.runner_config import RunnerConfig
 from tests.engine.models import VOCAB_SIZE

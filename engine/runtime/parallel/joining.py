@@ -1,8 +1,4 @@
-"""A rank's part of the model, made the same way on every rank.
-
-On a GPU that is `engine.runtime.device.device_shard`, rank r of a machine on card r; on a CPU
-`engine.runtime.host.host_shard`, where ranks share the machine's cores and memory.
-"""
+"""A rank's way to the other ranks and to its device: rank r of a machine has card r, if there are any."""
 
 from __future__ import annotations
 
@@ -13,7 +9,6 @@ from engine.runtime.collective.shard import Shard
 from engine.runtime.load import choose_device
 from engine.runtime.setup.model_errors import BadRunnerConfig
 from engine.runtime.setup.runner_config import RunnerConfig
-from engine.runtime.start.starting import LoadedShard, Progress, ShardRunner
 
 
 def connect(config: RunnerConfig, rank: int, store_file: str, meeting: Meeting | None = None) -> Group:
@@ -30,15 +25,3 @@ def connect(config: RunnerConfig, rank: int, store_file: str, meeting: Meeting |
             )
         torch.cuda.set_device(own)
     return Group(Shard(rank, config.tensor_parallel_size), store_file, own, meeting)
-
-
-def load_shard(config: RunnerConfig, ranks: Group, progress: Progress) -> LoadedShard[ShardRunner]:
-    """This rank's weights. Raises ModelError. Sets torch's thread counts, which belong to the process."""
-    if ranks.device.type == "cpu":
-        from engine.runtime.host import host_shard as host
-
-        return host.load_shard(config, progress, ranks)
-    from engine.runtime.device import device_shard as device
-    from engine.runtime.device.card import CudaCard
-
-    return device.load_shard(config, CudaCard(ranks.device), progress, ranks)
