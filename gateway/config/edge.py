@@ -7,8 +7,7 @@ from __future__ import annotations
 import ipaddress
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from datetime import datetime
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Annotated, Final, Literal
 
 from msgspec import Meta
@@ -17,7 +16,7 @@ from gateway.config.secret import SecretSource
 from shared.apis.holding import memory_max
 from shared.fairness.fair_share import FairShare
 from shared.process.setting_values import ConfigError
-from shared.process.settings import Port, Rule, Text, Unit, url_parts
+from shared.process.settings import Moment, Port, Rule, Text, Unit, url_parts
 from shared.wire.shapes import BODY_LEN_MAX, TOKENS_MAX
 
 KIB: Final = 1024
@@ -238,30 +237,36 @@ def check_plaintext(host: str, tls: TlsConfig | None, plaintext: bool) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class OperatorKeyConfig:
-    """A key of an operator. It opens the admin listener's changes, and nothing on the public port."""
+class AnyKeyConfig:
+    """What keys of callers and of operators have in common."""
 
     id: Id
     """The keyid of a minted key; any name for a development key. Audit lines name it."""
     hash: KeyHash = field(repr=False)
     """sha256: and the hex digest of the whole key."""
+    _: KW_ONLY
     labels: Labels = ()
     """Texts for operators, such as the key's owner; lists show them."""
-    created: datetime | None = None
+    created: Moment | None = None
     """When it was created, with the offset from UTC. Unset: not known."""
-    expires: datetime | None = None
+    expires: Moment | None = None
     """When it stops working, with the offset from UTC. Unset: never."""
     disabled: bool = False
     """True if the key is revoked."""
     previous_hash: KeyHash | None = field(default=None, repr=False)
     """The hash of the whole key as it was before its secret was replaced, which still works until
     previous_expires."""
-    previous_expires: datetime | None = None
+    previous_expires: Moment | None = None
     """When the secret before the last replacement stops working, with the offset from UTC."""
 
     def __post_init__(self) -> None:
         if (self.previous_hash is None) != (self.previous_expires is None):
             raise ConfigError(["previous_hash and previous_expires belong together"])
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorKeyConfig(AnyKeyConfig):
+    """A key of an operator. It opens the admin listener's changes, and nothing on the public port."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,6 @@ import re
 from collections import Counter
 from collections.abc import Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, get_args
@@ -31,11 +30,10 @@ from gateway.config.edge import (
     ISSUERS_MAX,
     AdminConfig,
     AdmissionConfig,
+    AnyKeyConfig,
     HopConfig,
     Id,
     IssuerConfig,
-    KeyHash,
-    Labels,
     LimitsConfig,
     ListenConfig,
     Name,
@@ -222,13 +220,9 @@ class TenantConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class KeyConfig:
+class KeyConfig(AnyKeyConfig):
     """An API key of a tenant."""
 
-    id: Id
-    """The keyid of a minted key; any name for a development key."""
-    hash: KeyHash = field(repr=False)
-    """sha256: and the hex digest of the whole key."""
     tenant: Id
     """Id of the tenant that it belongs to."""
     models: tuple[Name, ...] = ALL_MODELS
@@ -241,23 +235,6 @@ class KeyConfig:
     """Quotas of this key alone for single models, beside its tenant's."""
     env: KeyEnv = "live"
     """The part of a minted key that comes before its id."""
-    labels: Labels = ()
-    """Texts for operators, such as the key's owner; lists show them."""
-    created: datetime | None = None
-    """When it was created, with the offset from UTC. Unset: not known."""
-    expires: datetime | None = None
-    """When it stops working, with the offset from UTC. Unset: never."""
-    disabled: bool = False
-    """True if the key is revoked."""
-    previous_hash: KeyHash | None = field(default=None, repr=False)
-    """The hash of the whole key as it was before its secret was replaced, which still works until
-    previous_expires."""
-    previous_expires: datetime | None = None
-    """When the secret before the last replacement stops working, with the offset from UTC."""
-
-    def __post_init__(self) -> None:
-        if (self.previous_hash is None) != (self.previous_expires is None):
-            raise ConfigError(["previous_hash and previous_expires belong together"])
 
     @property
     def key_id(self) -> KeyId:
@@ -454,7 +431,6 @@ def key_problems(key: KeyConfig, model_names: Container[str], tenant_ids: Contai
     yield from model_limit_problems(key.model_limits, model_names)
     if key.tenant not in tenant_ids:
         yield f"tenant: there is no tenant {key.tenant!r}"
-    yield from moment_problems(key)
 
 
 def operator_problems(keys: Sequence[OperatorKeyConfig]) -> Iterator[str]:
@@ -462,11 +438,9 @@ def operator_problems(keys: Sequence[OperatorKeyConfig]) -> Iterator[str]:
     another would go on to open what the other does not any more."""
     yield from _repeated("admin.keys", (key.id for key in keys))
     yield from _same("admin.keys", "secret", ((key.id, hash_) for key in keys for hash_ in _hashes(key)))
-    for key in keys:
-        yield from (f"admin.keys.{key.id}.{problem}" for problem in moment_problems(key))
 
 
-def _hashes(key: KeyConfig | OperatorKeyConfig) -> set[str]:
+def _hashes(key: AnyKeyConfig) -> set[str]:
     return {key.hash} if key.previous_hash is None else {key.hash, key.previous_hash}
 
 
@@ -476,14 +450,6 @@ def _same(section: str, what: str, values: Iterable[tuple[str, Hashable]]) -> It
     for id_, value in values:
         if (holder := holders.setdefault(value, id_)) != id_:
             yield f"{section}: {holder!r} and {id_!r} have the same {what}"
-
-
-def moment_problems(key: KeyConfig | OperatorKeyConfig) -> Iterator[str]:
-    """The moments of a key that no time zone belongs to, each as `field: problem`."""
-    for name in ("created", "expires", "previous_expires"):
-        moment: datetime | None = getattr(key, name)
-        if moment is not None and moment.tzinfo is None:
-            yield f"{name}: must say its offset, as 2030-01-31T00:00:00Z does"
 
 
 def _unknown_names(config: GatewayConfig, model_names: set[str], tenant_ids: set[str]) -> Iterator[str]:

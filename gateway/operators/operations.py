@@ -11,15 +11,14 @@ from __future__ import annotations
 import re
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from datetime import datetime
 from enum import Enum
-from typing import Annotated, Any, Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from aiohttp import web
-from msgspec import Meta, Struct
+from msgspec import Struct
 
 from gateway.identity.caller import Principal
-from shared.process.settings import Rule, settings_of
+from shared.process.settings import settings_of
 from shared.wire.errors import ApiError, InvalidRequest
 
 
@@ -92,11 +91,6 @@ SILENT: Final = ("silent_gateways", "silent_workers")
 @dataclass(frozen=True, slots=True)
 class NoQuery:
     """The query of an operation without parameters."""
-
-
-Moment = Annotated[
-    datetime, Meta(tz=True), Rule("be a moment with its zone, like 2026-11-01T12:00:00Z", bool)
-]
 
 
 def query_of(type_: type, given: Mapping[str, str]) -> Any:

@@ -23,10 +23,11 @@ from msgspec import Struct
 
 from gateway.client.responses import json_response
 from gateway.operators.engines import EngineView
-from gateway.operators.operations import Asks, Merge, Moment, Operation, OperatorRequest
+from gateway.operators.operations import Asks, Merge, Operation, OperatorRequest
 from gateway.operators.versions import Versions, etag_of, is_known, unchanged
 from gateway.request.minutes import MINUTES_MAX, NONE, Cell, Minutes, edges_ms
 from shared.process.clock import SYSTEM_CLOCK, Clock
+from shared.process.settings import Moment
 from shared.wire.silence import Silent
 
 OVERVIEW: Final = "/admin/v1/overview"

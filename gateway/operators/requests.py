@@ -29,7 +29,6 @@ from gateway.operators.elsewhere import NOBODY, Elsewhere
 from gateway.operators.operations import (
     Asks,
     Merge,
-    Moment,
     Operation,
     OperatorRequest,
 )
@@ -38,7 +37,7 @@ from gateway.request.exchange import Exchange, LiveRequests
 from gateway.request.recorder import KeptSince, Recorder, summary_of, ticks_of
 from gateway.routing.sessions import session_id
 from shared.process.clock import SYSTEM_CLOCK, Clock
-from shared.process.settings import Rule
+from shared.process.settings import Moment, Rule
 from shared.trace.axis import Axis, Bar, Visit
 from shared.trace.request_records import RequestPage, RequestRecord, RequestRecords, RequestSummary
 from shared.trace.request_text import record_text

@@ -89,6 +89,9 @@ def url_parts(text: str) -> SplitResult | None:
 Port = Annotated[int, Meta(ge=0, le=65_535, title="port")]
 """A TCP port; 0 takes any that is free."""
 Text = Annotated[str, Meta(min_length=1), Rule("not be empty", lambda text: bool(text.strip()))]
+Moment = Annotated[
+    datetime, Meta(tz=True), Rule("be a moment with its zone, like 2026-11-01T12:00:00Z", bool)
+]
 LogLevel = Literal["debug", "info", "warning", "error"]
 NAME_LEN_MAX: Final = 256
 ModelName = Annotated[

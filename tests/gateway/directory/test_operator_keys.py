@@ -246,7 +246,10 @@ async def test_a_file_that_cannot_be_edited_is_left_alone(
             | {"previous_expires": "2030-01-31T00:00:00Z"},
             "'ops' and 'twin' have the same secret",
         ),
-        ({"id": "twin", "hash": hash_key("x"), "expires": "2030-01-31T00:00:00"}, "must say its offset"),
+        (
+            {"id": "twin", "hash": hash_key("x"), "expires": "2030-01-31T00:00:00"},
+            "must be a moment with its zone",
+        ),
         ({"id": "twin", "hash": hash_key("x"), "previous_hash": hash_key("y")}, "belong together"),
     ],
 )
