@@ -49,7 +49,7 @@ from gateway.directory.entries import (
     salvage,
     unreadable,
 )
-from gateway.redis.link import RedisUnavailable, ScriptMissing, SlotMoved, Word, packed
+from gateway.redis.link import RedisUnavailable, ScriptMissing, Word, packed
 from gateway.redis.links import Links, links_of, tag_of
 from shared.process import logs
 from shared.process.setting_values import ConfigError
@@ -229,16 +229,16 @@ class RedisDirectory:
         if not self._knows_servers:
             await self._links.refresh()
             self._knows_servers = True
-        link = self._links.of(TAG)
         asked: tuple[Word, ...] = (len(self._keys), *self._keys, *words)
-        if not link.is_up:
-            await link.probe("EVAL", SCRIPT, len(self._keys), *self._keys, "probe")
         try:
+            link = self._links.of(TAG)
+            if not link.is_up:
+                await link.probe("EVAL", SCRIPT, len(self._keys), *self._keys, "probe")
             try:
                 reply: list[Any] = await link.call(packed(("EVALSHA", SCRIPT_SHA, *asked)))
             except ScriptMissing:  # so nothing was done
                 reply = await link.call(packed(("EVAL", SCRIPT, *asked)))
-        except SlotMoved:
+        except RedisUnavailable:  # another node of a Cluster may have the keys now
             self._knows_servers = False
             raise
         return reply

@@ -7,7 +7,7 @@ import io
 import re
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -15,11 +15,13 @@ import pytest
 from gateway.config.whole import KeyConfig, TenantConfig
 from gateway.directory import follower as following
 from gateway.directory import redis_directory
-from gateway.directory.accounts import POLL_S
+from gateway.directory.accounts import POLL_S, AccountsReader
 from gateway.directory.entries import KEYS_MAX, TENANTS_MAX, Change, encode, etag_of, place_of
 from gateway.directory.follower import SLICE, Follower
-from gateway.directory.redis_directory import RawEntry
+from gateway.directory.redis_directory import RawEntry, RedisDirectory
 from gateway.identity.keys import hash_key
+from gateway.redis.link import RedisLink, RedisUnavailable
+from gateway.redis.links import Links
 from shared.process.clock import SYSTEM_CLOCK
 from tests.fakes import VirtualClock
 from tests.gateway.conftest import KEY, PATIENCE_S, until
@@ -379,6 +381,28 @@ async def test_a_change_that_others_are_always_before_is_given_up(
     refused = await world.ask("PATCH", f"keys/{made['id']}", {"labels": ["a"]})
     assert (refused.status, refused.code) == (409, "conflict")
     assert len(tried) == redis_directory.ATTEMPTS_MAX
+
+
+class _Nodes:
+    """Nodes of a Cluster, of which none answers."""
+
+    looked_for = 0
+
+    def of(self, tenant: str) -> RedisLink:
+        raise RedisUnavailable(f"the node of {tenant} is gone")
+
+    async def refresh(self) -> None:
+        self.looked_for += 1
+
+
+async def test_a_node_that_is_gone_is_looked_for_at_the_next_call() -> None:
+    """Another one may have its keys by then."""
+    nodes = _Nodes()
+    directory = RedisDirectory(cast(Links, nodes), "p", cast(AccountsReader, None))
+    for call in range(1, 4):
+        with pytest.raises(RedisUnavailable):
+            await directory.scan("keys", b"0", 1)
+        assert nodes.looked_for == call
 
 
 async def test_no_secret_is_in_redis(world: World, own: RedisServer) -> None:

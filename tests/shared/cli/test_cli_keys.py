@@ -83,6 +83,7 @@ async def test_a_key_is_created_listed_rotated_and_revoked(
 ) -> None:
     house, where = world
     monkeypatch.setenv(KEY_VARIABLE, OPERATOR)
+    monkeypatch.setenv("ALL_PROXY", "http://127.0.0.1:1")  # it is to see no operator's key
     options = ["--model", "tiny", "--label", "of a test", "--limit", "requests_per_min=60", "--env", "test"]
     for limit in ("requests_per_min=6", "concurrent=2"):
         options += ["--model-limit", f"tiny:{limit}"]
