@@ -13,7 +13,6 @@ from typing import Final
 
 import numpy as np
 import torch
-import triton
 from numpy.typing import ArrayLike
 from torch import Tensor
 
@@ -343,7 +342,7 @@ def _chosen(
         *(*source, positions, *columns.limits, columns.penalties, columns.seed, columns.counts),
         *(*found, *scratch.weighed, *scratch.ordered, tokens, logprobs, *everyone, agreed, vocab_size),
         CANDIDATE_BLOCK=CANDIDATE_BLOCK,
-        RUNS_BLOCK=triton.next_power_of_2(-(-vocab_size // _run())),
+        RUNS_BLOCK=_power_of_two(-(-vocab_size // _run())),
         **run,
         **options,
     )
@@ -358,5 +357,10 @@ def _run() -> int:
     return min(RUN, CHUNK)
 
 
+def _power_of_two(n: int) -> int:
+    """The least power of two that is no less than `n`."""
+    return 1 << (n - 1).bit_length()
+
+
 def _sizes(vocab_size: int) -> dict[str, int]:
-    return {"CHUNK": CHUNK, "CHUNKS_BLOCK": triton.next_power_of_2(_chunks(vocab_size)), "num_warps": WARPS}
+    return {"CHUNK": CHUNK, "CHUNKS_BLOCK": _power_of_two(_chunks(vocab_size)), "num_warps": WARPS}
