@@ -432,7 +432,7 @@ def _tls(
 def _kept(
     config: GatewayConfig, worker: WorkerStart | None
 ) -> tuple[Recorder, Minutes | None, KeyUses | None]:
-    """What is kept of requests; nothing where no operator can ask."""
+    """The records, minutes and uses of keys that are kept; none where no operator can ask."""
     if worker is None and config.admin.port is None:
         return Recorder(0), None, None
     return Recorder(config.admin.records), Minutes(), KeyUses()

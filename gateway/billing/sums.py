@@ -1,4 +1,4 @@
-"""What became of billing lines that were rotated away: their sums, by key, model and day, in `FILE.sums`.
+"""Sums of billing lines that were rotated away, by key, model and day, in `FILE.sums`.
 
 A file with `file_max` is moved to `FILE.old` when it is full, in place of the one that was moved before, of
 which the lines are added to the sums first. So there are two files of `file_max` bytes at most, and the sums,

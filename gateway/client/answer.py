@@ -88,7 +88,7 @@ class Client:
         self.slow_client_s = slow_client_s
         self.blocked: list[BlockedSpan] = []
         self.response: web.StreamResponse | None = None
-        """What aiohttp is given for the answer. None until it has begun, or was refused."""
+        """The response that aiohttp is given. None until it has begun, or was refused."""
         self.status: int | None = None
         """The status of an answer that has begun, which can no longer be changed. None until then."""
         self.finished = False

@@ -223,7 +223,7 @@ def _is_unread(transport: asyncio.Transport) -> bool:
 
 
 class Connections(Protocol):
-    """What a connection needs of the server that keeps it among the others."""
+    """The part of a server that a connection needs: it keeps the connection among the others."""
 
     @property
     def turns(self) -> FairTurns:

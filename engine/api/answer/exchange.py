@@ -111,7 +111,7 @@ class EngineExchange:
         """The error that ended the request while its client did not read, and so could not be told."""
         self.is_generation = False
         self.tally: sse.Closing | None = None
-        """What the generation took in the core, for the closing report and the log. None until its sequences
+        """The core's costs of it, for the closing report and the log. None until its sequences
         are in the core's queue."""
         self.end_reason = EndReason.OK
         self.causes: list[Cause] = []

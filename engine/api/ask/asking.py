@@ -169,7 +169,7 @@ class CheckedRequest:
     """Its prompts, where they begin alike. None where nothing is known of that."""
     echoes: Sequence[Echo] | None
     answered: Answered
-    """What the answer may tell, without what comes of its choices."""
+    """The facts that the answer may tell, without those of its choices."""
     prediction: bytes | None
     """The tokens, packed, that its caller expects each answer to have. None where it predicts nothing."""
     answer_len: int

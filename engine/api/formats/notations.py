@@ -484,7 +484,7 @@ class _Literals:
             self.emit(quoted(word) if is_key else word)
 
     def _members(self, depth: int, closing: str, written: str, *, keyed: bool) -> Reading[None]:
-        """What stands between brackets, up to the closing one. `written`: JSON's brackets for it."""
+        """Read the members between brackets, up to the closing one. `written`: JSON's brackets for it."""
         source = self.source
         source.at += 1
         self.emit(written[0])

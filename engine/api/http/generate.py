@@ -433,7 +433,7 @@ class Generation:
         )
 
     def _tally(self, now: float) -> sse.Closing:
-        """What all sequences took; of the times, those of the one that ended last."""
+        """The costs of all sequences together; of the times, those of the one that ended last."""
         timings = [output.timing(now) for output in self._outputs]
         last = max(timings, key=lambda timing: timing.life_s)
         mispredicted = sum(output.mispredicted for output in self._outputs) if self._predicts else 0
