@@ -103,6 +103,9 @@ class FairAccepting(Accepting):
     def _has_room(self) -> bool:
         return len(self._waiting) < WAITING_MAX
 
+    def _are_coming(self) -> bool:
+        return bool(self._waiting) or super()._are_coming()
+
     def _take(self, sock: socket.socket, host: str) -> None:
         address, begun = network_of(host), _begun(sock)
         if begun is not None:

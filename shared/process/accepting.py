@@ -120,6 +120,10 @@ class Accepting:
         """True if one more connection may be accepted. `_resume` is to be called when it becomes true."""
         return True
 
+    def _are_coming(self) -> bool:
+        """True if connections that were accepted are set up within a few turns."""
+        return bool(self._beginning) and not self._tls
+
     def _take(self, sock: socket.socket, host: str) -> None:
         """Take a connection from this address."""
         self._begin(sock)
@@ -146,7 +150,9 @@ class Accepting:
             except (BlockingIOError, ConnectionAbortedError):
                 return None
             except OSError as error:
-                return self._fail(error)
+                if not self._are_coming():  # they may be the ones to close
+                    self._fail(error)
+                return None
             sock.setblocking(False)
             self._take(sock, host)
         return None

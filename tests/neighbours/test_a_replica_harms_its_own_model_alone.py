@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 
+import httpx
 import pytest
 
-from tests.bench.gateway.attack import Attack, Law, Rogue
+from tests.bench.gateway.attack import Attack, Law, Rogue, Who
 from tests.bench.services import free_port
 from tests.neighbours.conftest import House, attacks, gateway
-from tests.services import MODEL_DIR, service, until
+from tests.services import MODEL_DIR, PATIENCE_S, service, until
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +41,11 @@ async def test_what_a_rogue_says_of_itself_is_told_once(beside_rogues: House) ->
     def told() -> list[str]:
         return [line["model"] for line in beside_rogues.gateway.logged("tokenizer.unusable")]
 
+    asked = {"model": Rogue.MISTAKE, "messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 1}
+    url, key = beside_rogues.url, {"authorization": f"Bearer {Who.ATTACKER}"}
+    async with httpx.AsyncClient(base_url=url, headers=key, timeout=PATIENCE_S, trust_env=False) as client:
+        for _ in range(4):
+            await client.post("/v1/chat/completions", json=asked)
     await asyncio.to_thread(until, lambda: Rogue.MISTAKE in told())
     assert told() == [Rogue.MISTAKE]
     assert not beside_rogues.gateway.logged("gateway.background_failed")

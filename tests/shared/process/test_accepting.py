@@ -20,7 +20,7 @@ from shared.process import accepting, descriptors
 from shared.process.accepting import ACCEPTS_FAILED, HANDSHAKES_MAX, Accepting
 from tests.fakes import captured_logs
 from tests.loops import on_both_loops
-from tests.waiting import PATIENCE_S
+from tests.waiting import PATIENCE_S, until
 
 CALLERS = 5
 REFUSALS = 3
@@ -35,6 +35,22 @@ class Short(socket.socket):
         if self.refusals:
             self.refusals -= 1
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return super().accept()
+
+
+class Few(Short):
+    """A socket that accepts one connection, and then one more each time that it is allowed."""
+
+    allowed = 1
+
+    def allow_one(self) -> bool:
+        self.allowed += 1
+        return True
+
+    def accept(self) -> tuple[socket.socket, object]:
+        if not self.allowed:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        self.allowed -= 1
         return super().accept()
 
 
@@ -73,6 +89,31 @@ async def test_who_comes_while_no_file_can_be_opened_is_served_once_one_can(
     assert ACCEPTS_FAILED.value() - before == 2 * REFUSALS
     told = [line for line in lines if line["event"] == "listener.accept_failed"]
     assert [line["error"] for line in told] == [os.strerror(errno.EMFILE)], "it is told now and then"
+
+
+@on_both_loops
+async def test_those_that_came_at_once_are_set_up_before_one_is_closed_for_another() -> None:
+    """None of them can be closed before, and nobody waits for that."""
+    before, set_up = ACCEPTS_FAILED.value(), list[Echo]()
+
+    class Held(Echo):
+        def connection_made(self, transport: asyncio.BaseTransport) -> None:
+            super().connection_made(transport)
+            set_up.append(self)
+
+    def displace() -> bool:
+        return bool(set_up) and sock.allow_one()
+
+    with Few() as sock:
+        sock.bind(("127.0.0.1", 0))
+        sock.listen(CALLERS)
+        held = [await asyncio.open_connection(*sock.getsockname()) for _ in range(CALLERS)]
+        served = Accepting(sock, CALLERS, Held, displace=displace)
+        await until(lambda: len(set_up) == CALLERS)
+        for _, writer in held:
+            writer.close()
+        await served.aclose()
+    assert ACCEPTS_FAILED.value() == before
 
 
 @on_both_loops
