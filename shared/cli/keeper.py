@@ -21,6 +21,7 @@ from shared.cli.admin import DEFAULT_URL, KEY_VARIABLE, url_problem
 from shared.cli.running import read_running
 from shared.cli.service import missing_extra, reach
 from shared.process.arguments import Parser, checked
+from shared.process.tls import client_context
 from shared.wire.envelope import ErrorEnvelope
 from shared.wire.ids import is_id
 from shared.wire.undecodable import UNDECODABLE
@@ -214,9 +215,16 @@ class _Remote:
                 method = operation.upper()
         content = msgspec.json.encode(body) if body or method == "PUT" else None
         try:
-            # no proxy is to see an operator's key
-            with httpx.Client(timeout=ANSWER_S, headers=headers, trust_env=False) as client:
-                answer = client.request(method, url, params=query, content=content)
+            answer = httpx.request(
+                method,
+                url,
+                params=query,
+                content=content,
+                headers=headers,
+                timeout=ANSWER_S,
+                trust_env=False,  # no proxy is to see an operator's key
+                verify=client_context(),
+            )
         except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
             raise KeeperFailed(f"{self._url} cannot be asked: {str(error) or type(error).__name__}") from None
         if answer.status_code != httpx.codes.OK:
